@@ -244,10 +244,12 @@ class Store:
             check_same_thread=False,
         )
         connection.row_factory = Row
-        connection.execute("PRAGMA foreign_keys = ON")  # off by default
-        connection.execute(
-            "PRAGMA synchronous = FULL"
-        )  # in WAL, NORMAL may lose commits
+        try:
+            connection.execute("PRAGMA foreign_keys = ON")  # off by default
+            connection.execute("PRAGMA synchronous = FULL")  # NORMAL may lose commits
+        except sqlite3.Error:
+            connection.close()
+            raise
         return connection
 
     @contextmanager

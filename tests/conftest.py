@@ -4,6 +4,8 @@ from app import create_app
 from auth import digest
 from store import Store
 
+pytest_plugins = ["testing"]
+
 PROJECTS = "/api/v1/gardening/projects"
 
 

@@ -137,18 +137,19 @@ def test_token_revoked_by_command_is_invalid_in_every_worker(environment, token)
         assert {call(port, token, "GET", PROJECTS)[0] for _ in range(20)} == {401}
 
 
-def test_malformed_chunks_are_the_callers_fault(environment, token):
-    with (
-        gunicorn(environment) as (_, port),
-        socket.create_connection(("127.0.0.1", port)) as connection,
-    ):
-        head = (
-            f"POST {PROJECTS} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n"
-        )
-        head += "Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
-        connection.sendall(head.encode() + b"zz\r\n{}\r\n0\r\n\r\n")
+def test_malformed_chunks_are_the_callers_fault(gardening):
+    address = gardening.url.removeprefix("http://").split(":")
+    with socket.create_connection(address) as connection:
+        head = [
+            f"POST {PROJECTS} HTTP/1.1",
+            "Host: x",
+            "Content-Type: application/json",
+        ]
+        head += [f"{name}: {value}" for name, value in gardening.headers.items()]
+        head += ["Transfer-Encoding: chunked", "", ""]
+        connection.sendall("\r\n".join(head).encode() + b"zz\r\n{}\r\n0\r\n\r\n")
         connection.shutdown(socket.SHUT_WR)
-        assert connection.recv(100).startswith(b"HTTP/1.1 4")
+        assert connection.recv(100).startswith(b"HTTP/1.1 400")
 
 
 @pytest.mark.parametrize(
