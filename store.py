@@ -13,7 +13,13 @@ import sqlite3
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import (
+    AbstractContextManager,
+    closing,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from pathlib import Path
 from sqlite3 import Row
 
@@ -36,21 +42,20 @@ CREATE TABLE IF NOT EXISTS token (
     expires_at  INTEGER                             -- NULL: never
 ) STRICT;
 CREATE TABLE IF NOT EXISTS project (
-    seq         INTEGER PRIMARY KEY,                -- the order of creation
     id          TEXT    NOT NULL UNIQUE,
     account     TEXT    NOT NULL,
+    seq         INTEGER NOT NULL,                   -- the account's order of creation
     name        TEXT,
     created_at  INTEGER NOT NULL,
     updated_at  INTEGER NOT NULL,
     version     INTEGER NOT NULL DEFAULT 1,
     postal_code TEXT,
-    location    TEXT                                -- JSON: a REAL shows 15 digits only
-) STRICT;
--- Its entries end in seq: a list is one range, in order.
-CREATE INDEX IF NOT EXISTS project_account ON project (account);
+    location    TEXT,                               -- JSON: a REAL shows 15 digits only
+    PRIMARY KEY (account, seq)
+) STRICT, WITHOUT ROWID; -- so the table is in this order, and a list is one range of it
 CREATE TABLE IF NOT EXISTS part (                   -- a region, zone, parcel, controller
     id          TEXT    PRIMARY KEY,
-    project     INTEGER NOT NULL REFERENCES project ON DELETE CASCADE,
+    project     TEXT    NOT NULL REFERENCES project (id) ON DELETE CASCADE,
     kind        TEXT    NOT NULL
 ) STRICT;
 -- Without it the delete of a Project would scan all parts.
@@ -120,14 +125,18 @@ class Store:
             self._uri = f"{Path(self._path).as_uri()}?mode=rw"
             with suppress(FileExistsError):
                 os.close(os.open(self._path, os.O_CREAT | os.O_EXCL, mode=0o600))
-        self._prepare()
-        _close_all(self._idle)  # none may be carried across a server's fork
+        try:
+            self._prepare()
+        except sqlite3.Error as error:
+            raise Unavailable(f"{error}: {self._path}") from error
 
     def create_project(self, account: str, members: dict) -> Row:
         """Add a Project; what `members` leaves out is null."""
         sql = f"""INSERT INTO project
-                (id, account, name, postal_code, location, created_at, updated_at)
-            VALUES (:id, :account, :name, :postal_code, :location, :now, :now)
+                (id, account, seq, name, postal_code, location, created_at, updated_at)
+            SELECT :id, :account, coalesce(max(seq), 0) + 1,
+                :name, :postal_code, :location, :now, :now
+            FROM project WHERE account = :account
             RETURNING {PROJECT}"""
         members = dict.fromkeys(SETTABLE) | members
         return self._write(sql, id=secrets.token_hex(12), account=account, **members)[0]
@@ -135,7 +144,7 @@ class Store:
     def get_project(self, account: str, id: str) -> Row:
         """Raises NotFound."""
         sql = f"SELECT {PROJECT} FROM project WHERE id = :id AND account = :account"
-        for project in self._read(sql, id=id, account=account):
+        for project in self._read(sql, {"id": id, "account": account}):
             return project
         raise NotFound
 
@@ -175,8 +184,8 @@ class Store:
         sql = f"""SELECT etag, CASE WHEN etag NOT IN (SELECT value FROM json_each(:known))
                 THEN CAST(({PAGE if size else LIST}) AS BLOB) END AS document
             FROM (SELECT {LIST_ETAG} AS etag)"""
-        known = json.dumps(known)
-        return self._read(sql, account=account, known=known, page=page, size=size)[0]
+        parameters = {"account": account, "known": json.dumps(known)}
+        return self._read(sql, parameters | {"page": page, "size": size})[0]
 
     def add_token(self, account: str, digest: bytes, days: int | None = None) -> None:
         """Let a token act for the account, for so many days or for ever."""
@@ -188,38 +197,28 @@ class Store:
         """The account that a token acts for; None if it is unknown or has expired."""
         sql = """SELECT account FROM token
             WHERE digest = :digest AND (expires_at IS NULL OR expires_at > :now)"""
-        for (account,) in self._read(sql, digest=digest):
+        for (account,) in self._read(sql, {"digest": digest, "now": self._now()}):
             return account
 
     def list_tokens(self) -> list[Row]:
         """Rows of id, creation and expiry (UTC, as text), and account."""
-        sql = "strftime('%Y-%m-%d %H:%M', {} / 1000, 'unixepoch')".format
-        created, expires = sql("created_at"), sql("expires_at")
-        return self._read(
-            f"SELECT id, {created}, coalesce({expires}, 'never'), account FROM token"
-        )
+        text = "strftime('%Y-%m-%d %H:%M', {} / 1000, 'unixepoch')".format
+        created, expires = text("created_at"), text("expires_at")
+        sql = f"SELECT id, {created}, coalesce({expires}, 'never'), account FROM token"
+        return self._read(sql, {})
 
     def revoke_token(self, id: int) -> bool:
         """Make a token invalid; False if there is none with this id."""
         return bool(self._write("DELETE FROM token WHERE id = :id RETURNING id", id=id))
 
-    def _read(self, sql: str, **parameters: object) -> list[Row]:
-        with self._connection() as connection:
-            parameters["now"] = int(self._clock() * 1000)
-            return connection.execute(sql, parameters).fetchall()
-
     def _write(self, sql: str, **parameters: object) -> list[Row]:
         for name, value in parameters.items():
             if isinstance(value, (list, dict)):
                 parameters[name] = json.dumps(value)
-        with self._connection(self._turn) as connection:
-            parameters["now"] = int(self._clock() * 1000)
-            # All rows, since the statement commits only at its end.
-            return connection.execute(sql, parameters).fetchall()
+        return self._read(sql, parameters | {"now": self._now()}, self._turn)
 
-    @contextmanager
-    def _connection(self, turn: Turn = nullcontext) -> Iterator[sqlite3.Connection]:
-        """Lend a connection to one thread at a time, and to no other if it failed."""
+    def _read(self, sql: str, parameters: dict, turn: Turn = nullcontext) -> list[Row]:
+        """All rows, since a statement commits only at its end."""
         try:
             try:
                 connection = self._idle.pop()
@@ -227,13 +226,17 @@ class Store:
                 connection = self._connect()
             try:
                 with turn(connection):
-                    yield connection
+                    rows = connection.execute(sql, parameters).fetchall()
             except:
                 connection.close()
                 raise
         except (OSError, sqlite3.Error) as error:
             raise Unavailable(f"{error}: {self._path}") from error
         self._idle.append(connection)
+        return rows
+
+    def _now(self) -> int:
+        return int(self._clock() * 1000)
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(
@@ -274,17 +277,21 @@ class Store:
             os.close(queue)
 
     def _prepare(self) -> None:
-        """Create the tables in an empty database; leave alone one that is not ours."""
-        [(application, layout, tables)] = self._read(
-            """SELECT application_id, user_version, (SELECT count(*) FROM sqlite_schema)
-            FROM pragma_application_id, pragma_user_version"""
-        )
-        if tables and (application, layout) != (APPLICATION_ID, LAYOUT):
-            raise Unavailable(f"made by another program or newer release: {self._path}")
-        with self._connection(self._turn) as connection:
-            connection.execute("PRAGMA journal_mode = WAL")
-            if not tables:
-                connection.executescript(SCHEMA)
+        """Create the tables in an empty database; leave alone one that is not ours.
+
+        Closes its connection, since none may be carried across a server's fork.
+        """
+        with closing(self._connect()) as connection:
+            [(application, layout, tables)] = connection.execute(
+                """SELECT application_id, user_version, (SELECT count(*) FROM sqlite_schema)
+                FROM pragma_application_id, pragma_user_version"""
+            ).fetchall()
+            if tables and (application, layout) != (APPLICATION_ID, LAYOUT):
+                raise sqlite3.Error("made by another program or a newer release")
+            with self._turn(connection):
+                connection.execute("PRAGMA journal_mode = WAL")
+                if not tables:
+                    connection.executescript(SCHEMA)
 
 
 def _close_all(connections: list[sqlite3.Connection]) -> None:

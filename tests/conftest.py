@@ -1,3 +1,13 @@
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
 import pytest
 
 from app import create_app
@@ -7,6 +17,8 @@ from store import Store
 pytest_plugins = ["testing"]
 
 PROJECTS = "/api/v1/gardening/projects"
+ROOT = Path(__file__).parent.parent
+BIN = Path(sys.executable).parent
 
 
 @pytest.fixture
@@ -51,3 +63,73 @@ def project(client):
 @pytest.fixture
 def url(project):
     return f"{PROJECTS}/{project['id']}"
+
+
+@pytest.fixture
+def environment(path):
+    return os.environ | {"FLASK_DATABASE": path}
+
+
+@pytest.fixture
+def token(environment):
+    command = [BIN / "flask", "token", "create", "ann"]
+    return subprocess.check_output(
+        command, cwd=ROOT, env=environment, text=True
+    ).strip()
+
+
+@contextmanager
+def gunicorn(environment, *options):
+    """gunicorn with its own settings, and these: its process and its port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        # As gunicorn does for a socket of its own.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        port = listener.getsockname()[1]
+        command = [BIN / "gunicorn", "--bind", f"fd://{listener.fileno()}"]
+        process = subprocess.Popen(
+            [*command, "--workers=2", "--log-level=warning", *options],
+            cwd=ROOT,
+            env=environment,
+            pass_fds=[listener.fileno()],
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    try:
+        yield process, port
+    finally:
+        process.terminate()
+        process.wait()
+
+
+class Client(http.client.HTTPConnection):
+    """A connection that is kept alive, with a token."""
+
+    def __init__(self, port, token):
+        super().__init__("127.0.0.1", port)
+        self.authorization = {"Authorization": f"Bearer {token}"}
+
+    def call(self, method, path, body=None):
+        """Status and JSON of the answer."""
+        status, _, content = self.ask(method, path, body)
+        return status, json.loads(content) if content else None
+
+    def ask(self, method, path, body=None):
+        """Status, headers and content of the answer."""
+        headers = self.authorization | {"Content-Type": "application/json"}
+        self.request(method, path, None if body is None else json.dumps(body), headers)
+        response = self.getresponse()
+        return response.status, response.headers, response.read()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+def at_once(work, count=8):
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

@@ -1,140 +1,217 @@
-"""The service as it is run: a real server, real processes, a real disk."""
+"""The service as it is run: real servers, real processes, a real disk, and their faults."""
 
 import http.client
 import json
 import os
+import random
 import shutil
 import signal
 import socket
 import sqlite3
 import subprocess
-import sys
-import threading
-from contextlib import closing, contextmanager
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
-from conftest import PROJECTS
+from conftest import BIN, PROJECTS, ROOT, Client, at_once, gunicorn
 
-ROOT = Path(__file__).parent.parent
-BIN = Path(sys.executable).parent
-WRITERS = 8
-
-
-@pytest.fixture
-def environment(path):
-    return os.environ | {"FLASK_DATABASE": path}
+PRELOAD = pytest.mark.parametrize("options", [[], ["--preload"]], ids=["", "preload"])
+BROKEN = (OSError, http.client.HTTPException)
 
 
 @pytest.fixture
-def token(environment):
-    command = [BIN / "flask", "token", "create", "ann"]
-    return subprocess.check_output(
-        command, cwd=ROOT, env=environment, text=True
-    ).strip()
+def sound(path):
+    """Checks the database, after the test too."""
+
+    def sound():
+        with closing(sqlite3.connect(path)) as connection:
+            assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+            assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
+
+    yield sound
+    sound()
 
 
-@contextmanager
-def gunicorn(environment, *options):
-    """A running gunicorn, as its process and its port."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        command = [BIN / "gunicorn", "app:create_app()", "--no-control-socket"]
-        command += ["--bind", f"fd://{listener.fileno()}", "--worker-class", "gthread"]
-        process = subprocess.Popen(
-            [*command, "--workers=2", "--threads=4", "--log-level=warning", *options],
-            cwd=ROOT,
-            env=environment,
-            pass_fds=[listener.fileno()],
-            start_new_session=True,
-        )
-        port = listener.getsockname()[1]
-    try:
-        yield process, port
-    finally:
-        process.terminate()
-        process.wait()
+def workers(process):
+    children = f"/proc/{process.pid}/task/{process.pid}/children"
+    return [int(pid) for pid in Path(children).read_text().split()]
 
 
-def call(port, token, method, path, body=None, connection=None):
-    """Status and JSON of a call, on a connection of its own if none is given."""
-    own = connection or http.client.HTTPConnection("127.0.0.1", port)
-    headers = {"Authorization": f"Bearer {token}"}
-    if body is not None:
-        headers["Content-Type"] = "application/json"
-    own.request(method, path, None if body is None else json.dumps(body), headers)
-    response = own.getresponse()
-    content = response.read()
-    if not connection:
-        own.close()
-    return response.status, json.loads(content) if content else None
-
-
-def at_once(work, count=WRITERS):
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-@pytest.mark.parametrize("options", [[], ["--preload"]], ids=["", "preload"])
-def test_workers_start_at_once_on_a_missing_file(environment, path, options):
+@PRELOAD
+def test_workers_start_at_once_on_a_missing_file(environment, sound, options):
     with gunicorn(environment, "--workers=6", *options) as (process, port):
-        assert call(port, "x", "GET", PROJECTS)[0] == 401
+        with Client(port, "x") as client:
+            assert client.call("GET", PROJECTS)[0] == 401
         assert process.poll() is None
-    with closing(sqlite3.connect(path)) as connection:
-        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
 
 
-@pytest.mark.parametrize("options", [[], ["--preload"]], ids=["", "preload"])
-def test_processes_lose_no_update(environment, token, options):
-    with gunicorn(environment, *options) as (_, port):
-        url = f"{PROJECTS}/{call(port, token, 'POST', PROJECTS, {})[1]['id']}"
+@PRELOAD
+def test_processes_lose_no_update(environment, token, sound, options):
+    with gunicorn(environment, *options) as (_, port), Client(port, token) as client:
+        url = f"{PROJECTS}/{client.call('POST', PROJECTS, {})[1]['id']}"
         versions = []
 
         def write(_):
-            for _ in range(10):
-                status, project = call(port, token, "PUT", url, {"name": "x"})
-                assert status == 200
-                versions.append(project["version"])
+            with Client(port, token) as writer:
+                for _ in range(10):
+                    versions.append(
+                        writer.call("PUT", url, {"name": "x"})[1]["version"]
+                    )
 
         at_once(write)
-        assert sorted(versions) == list(range(2, 2 + 10 * WRITERS))
-        assert call(port, token, "GET", url)[1]["version"] == max(versions)
+        assert sorted(versions) == list(range(2, 82))
+        assert client.call("GET", url)[1]["version"] == 81
 
 
-def test_nothing_acknowledged_is_lost_when_all_is_killed(environment, token, path):
-    acknowledged = []
-    with gunicorn(environment) as (process, port):
+class Writer:
+    """Changes a Project of its own, and knows what must be there and what may."""
 
-        def write(number):
-            with closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
-                try:
+    def __init__(self, client):
+        self.acknowledged = client.call("POST", PROJECTS, {"name": "0"})[1]
+        self.attempted = None
+
+    @property
+    def url(self):
+        return f"{PROJECTS}/{self.acknowledged['id']}"
+
+    def write(self, client):
+        version = self.acknowledged["version"] + 1
+        self.attempted = {"name": str(version), "postal_code": str(version)}
+        status, project = client.call("PUT", self.url, self.attempted)
+        if status == 200:
+            self.acknowledged, self.attempted = project, None
+
+    def check(self, client):
+        """The Project is as acknowledged, or has the one write whose answer got lost."""
+        found = client.call("GET", self.url)[1]
+        if found != self.acknowledged:
+            assert found["version"] == self.acknowledged["version"] + 1
+            assert found == found | self.attempted
+        self.acknowledged, self.attempted = found, None
+
+
+def test_nothing_acknowledged_is_lost_by_kills_at_any_moment(environment, token, sound):
+    writers, moments = [], random.Random(1)
+    for _ in range(6):
+        with gunicorn(environment) as (process, port):
+            with Client(port, token) as client:
+                for writer in writers:
+                    writer.check(client)
+                writers = writers or [Writer(client) for _ in range(8)]
+            left = [moments.randrange(1, 300)]
+
+            def work(number, process=process, port=port, left=left, writers=writers):
+                with Client(port, token) as client, suppress(*BROKEN):
                     while True:
-                        body = {"name": f"Writer {number}"}
-                        answer = call(port, token, "POST", PROJECTS, body, connection)
-                        acknowledged.append(answer[1])
-                        if len(acknowledged) == 200:
+                        writers[number].write(client)
+                        client.call("GET", PROJECTS)
+                        left[0] -= 1
+                        if left[0] == 0:
                             os.killpg(process.pid, signal.SIGKILL)
-                except (OSError, http.client.HTTPException):
-                    return
 
-        at_once(write)
-    with closing(sqlite3.connect(path)) as connection:
+            at_once(work)
+        sound()
+    assert sum(writer.acknowledged["version"] for writer in writers) > 100
+
+
+def test_killed_worker_leaves_the_others_going(environment, token, sound):
+    with gunicorn(environment) as (process, port):
+        with Client(port, token) as client:
+            writers = [Writer(client) for _ in range(8)]
+
+        def work(number):
+            rounds = 0
+            while rounds < 60:
+                with Client(port, token) as client, suppress(*BROKEN):
+                    writers[number].check(client)
+                    while rounds < 60:
+                        writers[number].write(client)
+                        rounds += 1
+                        if (number, rounds) == (0, 30):
+                            os.kill(workers(process)[0], signal.SIGKILL)
+
+        at_once(work)
+        with Client(port, token) as client:
+            for writer in writers:
+                writer.check(client)
+                assert writer.acknowledged["version"] >= 61
+        assert process.poll() is None
+
+
+def test_foreign_lock_stops_writes_until_it_ends(environment, token, path, sound):
+    with gunicorn(environment) as (_, port), Client(port, token) as client:
+        writer = Writer(client)
+        with closing(sqlite3.connect(path, isolation_level=None)) as lock:
+            lock.execute("BEGIN IMMEDIATE")
+            status, headers, _ = client.ask("PUT", writer.url, {"name": "x"})
+            assert (status, headers["Retry-After"]) == (503, "5")
+            assert client.call("GET", writer.url) == (200, writer.acknowledged)
+        writer.write(client)
+        assert writer.acknowledged["version"] == 2
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("no right to mount a small disk")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def test_full_disk_stops_writes_until_there_is_room(environment, small_disk):
+    environment |= {"FLASK_DATABASE": str(small_disk / "gardening.db")}
+    command = [BIN / "flask", "token", "create", "ann"]
+    token = subprocess.check_output(
+        command, cwd=ROOT, env=environment, text=True
+    ).strip()
+    with gunicorn(environment) as (_, port), Client(port, token) as client:
+        writer, filler = Writer(client), small_disk / "filler"
+        with suppress(OSError), open(filler, "wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        status, headers, _ = client.ask("POST", PROJECTS, {"name": "x" * 60_000})
+        assert (status, headers["Retry-After"]) == (503, "5")
+        assert client.call("GET", PROJECTS) == (200, [writer.acknowledged])
+        filler.unlink()
+        assert client.call("POST", PROJECTS, {"name": "x" * 60_000})[0] == 201
+        writer.write(client)
+        assert writer.acknowledged["version"] == 2
+    with closing(sqlite3.connect(environment["FLASK_DATABASE"])) as connection:
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
-    with gunicorn(environment) as (_, port):
-        listed = call(port, token, "GET", PROJECTS)[1]
-    kept = {project["id"]: project for project in listed}
-    assert len(acknowledged) >= 200
-    assert all(kept[project["id"]] == project for project in acknowledged)
 
 
 def test_token_revoked_by_command_is_invalid_in_every_worker(environment, token):
     with gunicorn(environment) as (_, port):
-        assert call(port, token, "GET", PROJECTS)[0] == 200
+
+        def statuses():
+            clients = [Client(port, token) for _ in range(20)]
+            found = {client.call("GET", PROJECTS)[0] for client in clients}
+            for client in clients:
+                client.close()
+            return found
+
+        assert statuses() == {200}
         command = [BIN / "flask", "token", "revoke", "1"]
         subprocess.run(command, cwd=ROOT, env=environment, check=True)
-        assert {call(port, token, "GET", PROJECTS)[0] for _ in range(20)} == {401}
+        assert statuses() == {401}
+
+
+def test_accepted_request_is_answered_after_term(environment, token):
+    with gunicorn(environment) as (process, port):
+        body = json.dumps({"name": "Park"}).encode()
+        head = f"POST {PROJECTS} HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n"
+        head += f"Authorization: Bearer {token}\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(head.encode())
+            assert connection.recv(1000).startswith(b"HTTP/1.1 100")
+            process.terminate()
+            connection.sendall(body)
+            assert connection.recv(1000).startswith(b"HTTP/1.1 201")
+        assert process.wait() == 0
 
 
 def test_malformed_chunks_are_the_callers_fault(gardening):
