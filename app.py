@@ -27,13 +27,14 @@ api = Blueprint("api", __name__, url_prefix="/api/v1")
 
 def create_app(config=None):
     """Build the service; `config` overrides FLASK_* variables, and these the defaults."""
-    app = Flask(__name__)
-    app.config["MAX_CONTENT_LENGTH"] = MAX_BODY
+    app = Flask(__name__, static_folder=None)
+    app.config.update(MAX_CONTENT_LENGTH=MAX_BODY, PROVIDE_AUTOMATIC_OPTIONS=False)
     app.config.from_prefixed_env()
     app.config.update(config or {})
     app.json.sort_keys = False
     app.url_map.merge_slashes = False  # "//" is an unknown path, not a redirect
     app.url_map.add(Rule("/api/v1/hello-service", endpoint="hello"))  # any method
+    app.add_url_rule("/openapi.json", view_func=get_description)
     app.register_blueprint(api)
     for failure in (http.HTTPException, ValidationError, NotFound, Stale, Unavailable):
         app.register_error_handler(failure, answer)
@@ -52,6 +53,12 @@ def open_store(app):
         os.makedirs(app.instance_path, exist_ok=True)
         app.config["DATABASE"] = os.path.join(app.instance_path, "gardening.db")
     return Store(str(app.config["DATABASE"]))
+
+
+def get_description():
+    """Give the OpenAPI description of this API."""
+    with current_app.open_resource("openapi.json") as file:
+        return Response(file.read(), mimetype="application/json")
 
 
 @api.endpoint("hello")

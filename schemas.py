@@ -33,13 +33,15 @@ unicode = validate.Regexp(
 Text = partial(fields.String, allow_none=True, validate=unicode)
 
 
+def degrees(limit):
+    return Number(validate=validate.Range(-limit, limit))
+
+
 class PointSchema(Schema):
-    """A GeoJSON Point (RFC 7946 3.1.1 and 3.1.2), in degrees, the longitude first."""
+    """A GeoJSON Point (RFC 7946 3.1.1 and 3.1.2): the longitude, then the latitude."""
 
     type = fields.String(required=True, validate=validate.Equal("Point"))
-    longitude = Number(validate=validate.Range(-180, 180))
-    latitude = Number(validate=validate.Range(-90, 90))
-    coordinates = fields.Tuple((longitude, latitude), required=True)
+    coordinates = fields.Tuple((degrees(180), degrees(90)), required=True)
 
 
 class ProjectSchema(Schema):

@@ -181,8 +181,8 @@ class Store:
 
         The etag is new after any change, for good; a `known` one spares the document.
         """
-        sql = f"""SELECT etag, CASE WHEN etag NOT IN (SELECT value FROM json_each(:known))
-                THEN CAST(({PAGE if size else LIST}) AS BLOB) END AS document
+        sql = f"""SELECT etag, CASE WHEN etag IN (SELECT value FROM json_each(:known))
+                THEN NULL ELSE CAST(({PAGE if size else LIST}) AS BLOB) END AS document
             FROM (SELECT {LIST_ETAG} AS etag)"""
         parameters = {"account": account, "known": json.dumps(known)}
         return self._read(sql, parameters | {"page": page, "size": size})[0]

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from conformance import check_response
+from flask import request
 
 from app import create_app
 from auth import digest
@@ -33,7 +35,21 @@ def store(path):
 
 @pytest.fixture
 def app(path):
-    return create_app({"DATABASE": path})
+    """The service, with each of its answers checked against openapi.json."""
+    app = create_app({"DATABASE": path})
+
+    @app.after_request
+    def check(answer):
+        check_response(
+            request.method,
+            request.path,
+            answer.status_code,
+            answer.headers,
+            answer.data,
+        )
+        return answer
+
+    return app
 
 
 @pytest.fixture
@@ -118,7 +134,10 @@ class Client(http.client.HTTPConnection):
         headers = self.authorization | {"Content-Type": "application/json"}
         self.request(method, path, None if body is None else json.dumps(body), headers)
         response = self.getresponse()
-        return response.status, response.headers, response.read()
+        content = response.read()
+        route = path.removeprefix("/garden").split("?")[0]
+        check_response(method, route, response.status, response.headers, content)
+        return response.status, response.headers, content
 
     def __enter__(self):
         return self

@@ -121,13 +121,15 @@ def test_no_idle_connection_ends_in_a_502(environment, token, tmp_path):
 
 
 def test_large_body_is_refused_by_either(environment, token, tmp_path):
-    with gunicorn(environment) as (_, upstream), proxy(tmp_path, upstream) as port:
-        answers = []
-        for size in (64 * 1024, 1024 * 1024):
-            with Client(port, token) as client:
-                answers.append(client.ask("POST", PROJECTS, {"name": "x" * size}))
-    assert [answer[0] for answer in answers] == [413, 413]
-    assert json.loads(answers[0][2])["status"] == 413
+    with (
+        gunicorn(environment) as (_, upstream),
+        proxy(tmp_path, upstream) as port,
+        Client(port, token) as client,
+    ):
+        assert client.call("POST", PROJECTS, {"name": "x" * 64 * 1024})[0] == 413
+        client.close()
+        client.request("POST", PROJECTS, "x" * 1024 * 1024, client.authorization)
+        assert client.getresponse().status == 413  # nginx's own
 
 
 @pytest.mark.parametrize("prefix", ["", "/garden"])

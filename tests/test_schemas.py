@@ -71,6 +71,7 @@ def test_text_is_a_unicode_string(member, value):
         POINT | {"type": "Polygon"},
         POINT | {"type": None},
         POINT | {"bbox": []},
+        POINT | {"longitude": 1},
         POINT | {"coordinates": None},
         POINT | {"coordinates": "12"},
         POINT | {"coordinates": {"0": 1, "1": 2}},

@@ -1,0 +1,68 @@
+"""Checks an answer of the service against openapi.json.
+
+Bodies are checked where jsonschema is installed, the rest everywhere.
+"""
+
+import json
+import re
+from pathlib import Path
+
+try:
+    from jsonschema import Draft202012Validator
+except ImportError:
+    Draft202012Validator = None
+
+FILE = Path(__file__).parent.parent / "openapi.json"
+API = json.loads(FILE.read_text())
+HEADERS = set(API["components"]["headers"])
+HELLO = "/api/v1/hello-service"
+# What answers where no operation does.
+ELSEWHERE = {"404": "NotFound", "405": "MethodNotAllowed", "500": "Crash"}
+
+
+def resolve(item):
+    """The item, or what it refers to."""
+    while "$ref" in item:
+        *_, kind, name = item["$ref"].split("/")
+        item = API["components"][kind][name]
+    return item
+
+
+def validator(schema):
+    """Of a schema in the file."""
+    return Draft202012Validator({"components": API["components"], **schema})
+
+
+def find_operation(method, path):
+    for template, item in API["paths"].items():
+        if re.fullmatch(re.sub(r"{\w+}", "[^/]+", template), path):
+            default = item["get"] if path == HELLO else None
+            return item.get(method.lower(), default)
+
+
+def check_response(method, path, status, headers, content):
+    operation = find_operation(method, path)
+    if operation:
+        response = resolve(operation["responses"][str(status)])
+    else:
+        response = API["components"]["responses"][ELSEWHERE[str(status)]]
+    expected = response.get("headers", {})
+    assert HEADERS & set(headers.keys()) == set(expected)
+    for name, header in expected.items():
+        check_text(headers[name], resolve(header)["schema"])
+    if "content" in response:
+        [(media_type, media)] = response["content"].items()
+        assert headers["Content-Type"] == media_type
+        check_body(json.loads(content), media["schema"])
+    elif method != "HEAD":
+        assert not content
+
+
+def check_text(text, schema):
+    """A header's value; one that is to be an integer comes as its digits."""
+    check_body(int(text) if schema["type"] == "integer" else text, schema)
+
+
+def check_body(body, schema):
+    if Draft202012Validator:
+        validator(schema).validate(body)
