@@ -129,9 +129,7 @@ def read_members():
         body = json.loads(request.get_data().decode(), parse_constant=int)
     except http.HTTPException:
         raise
-    except (
-        Exception
-    ) as error:  # also RecursionError, and what the server makes of chunks
+    except Exception as error:  # RecursionError, and what servers say of bad chunks
         raise http.BadRequest(f"The body is not JSON: {error}.") from error
     return schemas.project.load(body)
 

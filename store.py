@@ -5,6 +5,7 @@ that goes over the wire, rendered by SQLite. Threads and processes may share the
 and what a method has written is on the disk when it returns.
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -13,13 +14,6 @@ import sqlite3
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import (
-    AbstractContextManager,
-    closing,
-    contextmanager,
-    nullcontext,
-    suppress,
-)
 from pathlib import Path
 from sqlite3 import Row
 
@@ -86,14 +80,12 @@ PAGE = f"""SELECT json_object('projectList', json_group_array({DOCUMENT}),
     'page', :page, 'size', :size,
     'total', (SELECT count(*) FROM project WHERE account = :account))
     FROM ({OWN} LIMIT :size OFFSET :page * :size)"""
-
-
 Etags = list[str] | None  # of which a change expects one; None: any will do
-Turn = Callable[[sqlite3.Connection], AbstractContextManager]
+Turn = Callable[[sqlite3.Connection], contextlib.AbstractContextManager]
 
 
 class NotFound(Exception):
-    """The account has no such Project, or nobody such a token."""
+    """The account has no such Project."""
 
 
 class Stale(Exception):
@@ -123,7 +115,7 @@ class Store:
             self._path = os.path.abspath(path)
             # rw: no empty database takes the place of one that is lost.
             self._uri = f"{Path(self._path).as_uri()}?mode=rw"
-            with suppress(FileExistsError):
+            with contextlib.suppress(FileExistsError):
                 os.close(os.open(self._path, os.O_CREAT | os.O_EXCL, mode=0o600))
         try:
             self._prepare()
@@ -217,7 +209,9 @@ class Store:
                 parameters[name] = json.dumps(value)
         return self._read(sql, parameters | {"now": self._now()}, self._turn)
 
-    def _read(self, sql: str, parameters: dict, turn: Turn = nullcontext) -> list[Row]:
+    def _read(
+        self, sql: str, parameters: dict, turn: Turn = contextlib.nullcontext
+    ) -> list[Row]:
         """All rows, since a statement commits only at its end."""
         try:
             try:
@@ -255,7 +249,7 @@ class Store:
             raise
         return connection
 
-    @contextmanager
+    @contextlib.contextmanager
     def _turn(self, connection: sqlite3.Connection) -> Iterator[None]:
         """Wait in one queue with the writers of all processes.
 
@@ -281,7 +275,7 @@ class Store:
 
         Closes its connection, since none may be carried across a server's fork.
         """
-        with closing(self._connect()) as connection:
+        with contextlib.closing(self._connect()) as connection:
             [(application, layout, tables)] = connection.execute(
                 """SELECT application_id, user_version, (SELECT count(*) FROM sqlite_schema)
                 FROM pragma_application_id, pragma_user_version"""

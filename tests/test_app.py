@@ -264,7 +264,7 @@ ERRORS = [
     ("GET", "/", {}, 404),
     ("GET", "/api/v1/gardening", {}, 404),
     ("GET", f"{PROJECTS}/", {}, 404),
-    ("GET", f"/{PROJECTS}", {}, 404),
+    ("GET", PROJECTS.replace("/v1", "//v1"), {}, 404),
     ("GET", f"{PROJECTS}/%00%ff", {}, 404),
     ("GET", f"{PROJECTS}/{'x' * 5000}", {}, 404),
     ("GET", MISSING, {}, 404),

@@ -1,3 +1,4 @@
+import fcntl
 import json
 import math
 import os
@@ -439,6 +440,25 @@ def test_foreign_lock_stops_writers_and_no_reader(store, locked):
     locked.execute("ROLLBACK")
     store.create_project("ann", {})
     assert len(listed(store)) == 2
+
+
+def test_writers_queue_in_the_lock_file(store, path):
+    store.create_project("ann", {})
+    writer = threading.Thread(target=store.create_project, args=("ann", {}))
+    with open(f"{path}-lock") as queue:
+        fcntl.flock(queue, fcntl.LOCK_EX)
+        writer.start()
+        while writer.is_alive() and not is_waited_for(queue):
+            pass
+        assert writer.is_alive()
+    writer.join()
+    assert len(listed(store)) == 2
+
+
+def is_waited_for(file):
+    inode = f":{os.fstat(file.fileno()).st_ino} "
+    with open("/proc/locks") as locks:
+        return any("->" in line and inode in line for line in locks)
 
 
 def test_writer_waits_for_a_short_foreign_lock(store, locked):
