@@ -23,5 +23,5 @@ access_log_format = '%({x-request-id}i)s %(h)s "%(m)s %(U)s" %(s)s %(B)s %(D)s'
 def on_starting(server):
     """Refuse an unusable database once, here, and not in every worker."""
     check = [sys.executable, "-c", "from app import create_app; create_app()"]
-    if subprocess.run(check, check=False).returncode:
-        sys.exit("The service cannot start.")
+    if status := subprocess.run(check, check=False).returncode:
+        sys.exit(status)

@@ -249,8 +249,8 @@ def test_unusable_database_is_refused_at_start(environment, path, command):
         text=True,
         capture_output=True,
     )
-    assert refused.returncode != 0
-    assert f"Error: file is not a database: {path}\n" in refused.stderr
+    assert refused.returncode == 4
+    assert refused.stderr.count(f"Error: file is not a database: {path}\n") == 1
     assert "Traceback" not in refused.stderr
     assert Path(path).read_text() == "This is no database." * 100
 
