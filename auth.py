@@ -30,7 +30,7 @@ def token_required(view: Callable) -> Callable:
     """Set `g.account` to that of the caller's token, or answer 401 (RFC 6750, 3)."""
 
     @functools.wraps(view)
-    def guarded(**arguments):
+    def guarded(**arguments: str) -> object:
         sent = request.authorization
         if sent is None or sent.type != "bearer" or sent.token == "":
             detail = "Send the header Authorization: Bearer <ACCESS_TOKEN>."

@@ -214,7 +214,17 @@ def test_accepted_request_is_answered_after_term(environment, token):
         assert process.wait() == 0
 
 
-def test_malformed_chunks_are_the_callers_fault(gardening):
+@pytest.mark.parametrize(
+    "chunks, status",
+    [
+        (b"2\r\n{}\r\n0\r\n\r\n", b"201"),
+        (b"zz\r\n{}\r\n0\r\n\r\n", b"400"),
+        (b"5\r\n{}", b"400"),
+        (b"20000\r\n" + b"x" * 0x20000 + b"\r\n0\r\n\r\n", b"413"),
+    ],
+    ids=["good", "no size", "cut off", "too much"],
+)
+def test_body_may_come_in_chunks(gardening, chunks, status):
     address = gardening.url.removeprefix("http://").split(":")
     with socket.create_connection(address) as connection:
         head = [
@@ -224,9 +234,9 @@ def test_malformed_chunks_are_the_callers_fault(gardening):
         ]
         head += [f"{name}: {value}" for name, value in gardening.headers.items()]
         head += ["Transfer-Encoding: chunked", "", ""]
-        connection.sendall("\r\n".join(head).encode() + b"zz\r\n{}\r\n0\r\n\r\n")
+        connection.sendall("\r\n".join(head).encode() + chunks)
         connection.shutdown(socket.SHUT_WR)
-        assert connection.recv(100).startswith(b"HTTP/1.1 400")
+        assert connection.recv(100).startswith(b"HTTP/1.1 " + status)
 
 
 @pytest.mark.parametrize(
