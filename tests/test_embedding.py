@@ -13,7 +13,6 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 OUR_NAMES = ("app", "auth", "schemas", "store", "testing", "tests")
-PLACES = [Path("/dev/shm"), Path("/tmp")]
 
 THEIR_TESTS = """
 import json, os, signal, sys, urllib.request
@@ -80,38 +79,30 @@ def project(tmp_path):
 
 
 @pytest.fixture
-def environment(project):
-    return os.environ | {
+def environment(tmp_path_factory):
+    """Settings that are theirs; fails if, after the test, a folder of ours is left."""
+    place = tmp_path_factory.mktemp("place")
+    yield os.environ | {
         "FLASK_DATABASE": "/no/such/folder/theirs.db",
         "FLASK_MAX_CONTENT_LENGTH": "1",
         "GUNICORN_CMD_ARGS": "--bind=theirs",
-        "PYTHONPATH": str(project),
+        "TMPDIR": str(place),
         "WEB_CONCURRENCY": "99",
     }
-
-
-@pytest.fixture
-def nothing_left():
-    """Fails if, after the test, there is a folder of a service that was not before."""
-    before = folders()
-    yield
-    assert folders() <= before
-
-
-def folders():
-    return {folder for place in PLACES for folder in place.glob("gardening-*")}
+    assert list(place.glob("gardening-*")) == []
 
 
 @pytest.mark.parametrize("options", [[], ["-n2"], ["-p", "no:cacheprovider"]], ids=str)
-def test_their_tests_pass(python, project, environment, nothing_left, options):
+def test_their_tests_pass(python, project, environment, options):
     command = [python, "-m", "pytest", "-Werror", *options, project / "test_theirs.py"]
+    environment["PYTHONPATH"] = str(project)
     run = subprocess.run(
         command, cwd="/", env=environment, text=True, capture_output=True, check=False
     )
     assert "6 passed" in run.stdout, run.stdout + run.stderr
 
 
-def test_two_runs_at_once_pass(python, project, environment, nothing_left):
+def test_two_runs_at_once_pass(python, project, environment):
     command = [python, "-m", "pytest", project]
     runs = [
         subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
@@ -121,10 +112,12 @@ def test_two_runs_at_once_pass(python, project, environment, nothing_left):
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGKILL"])
-def test_nothing_is_left_when_a_run_is_ended(python, tmp_path, nothing_left, name):
+def test_nothing_is_left_when_a_run_is_ended(python, tmp_path, environment, name):
     (tmp_path / "test_end.py").write_text(ENDING_TEST.format(name))
     command = [python, "-m", "pytest", "-q"]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, check=False)
+    run = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, check=False
+    )
     assert run.returncode == {"SIGINT": 2, "SIGKILL": -signal.SIGKILL}[name]
     host, port = (tmp_path / "url").read_text().removeprefix("http://").split(":")
     with suppress(ConnectionRefusedError):
@@ -144,13 +137,14 @@ def test_nothing_of_ours_is_at_the_top_of_their_packages(python):
     assert run.stdout == f"{[None] * len(OUR_NAMES)}\n"
 
 
-def test_service_that_does_not_start_says_why(tmp_path, nothing_left):
+def test_service_that_does_not_start_says_why(tmp_path, environment):
     shutil.copy(ROOT / "testing.py", tmp_path)
     (tmp_path / "app.py").write_text("raise RuntimeError('no soil')")
     (tmp_path / "test_it.py").write_text("def test_it(gardening): pass")
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "testing"],
         cwd=tmp_path,
+        env=environment,
         text=True,
         capture_output=True,
         check=False,
