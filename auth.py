@@ -17,7 +17,7 @@ from werkzeug.exceptions import Unauthorized
 
 from store import Store, Unavailable
 
-MAX_DAYS = 1_000_000  # further on, no date holds the year
+MAX_DAYS = 1_000_000  # 2,700 years; dates end with the year 9999
 PREFIX = "gardening_"  # by which a secret scanner knows a leaked token
 CHALLENGE = 'Bearer realm="gardening"'
 
