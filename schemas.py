@@ -5,7 +5,7 @@ It knows no request and no database. What it lets through is used as it is.
 
 from functools import partial
 
-from marshmallow import Schema, fields, missing, post_load, validate
+from marshmallow import Schema, fields, missing, validate
 
 MAX_PAGE = 2**53 - 1  # the largest integer that every JSON reader keeps (RFC 7493 2.2)
 MAX_SIZE = 1000  # Projects
@@ -57,12 +57,8 @@ class ProjectSchema(Schema):
 class PageSchema(Schema):
     """The query of a list in pages; one of the two members is enough."""
 
-    page = fields.Integer(validate=validate.Range(0, MAX_PAGE))
-    size = fields.Integer(validate=validate.Range(1, MAX_SIZE))
-
-    @post_load
-    def fill_in(self, query, **kwargs):
-        return {"page": 0, "size": 20} | query
+    page = fields.Integer(validate=validate.Range(0, MAX_PAGE), load_default=0)
+    size = fields.Integer(validate=validate.Range(1, MAX_SIZE), load_default=20)
 
 
 project = ProjectSchema()
