@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 
 import click
-from flask import current_app, g, request
+from flask import current_app, request
 from flask.cli import AppGroup
 from werkzeug.exceptions import Unauthorized
 
@@ -27,7 +27,7 @@ def digest(token: str) -> bytes:
 
 
 def token_required(view: Callable) -> Callable:
-    """Set `g.account` to that of the caller's token, or answer 401 (RFC 6750, 3)."""
+    """Give the view the account of the caller's token, or answer 401 (RFC 6750, 3)."""
 
     @functools.wraps(view)
     def guarded(**arguments: str) -> object:
@@ -35,12 +35,12 @@ def token_required(view: Callable) -> Callable:
         if sent is None or sent.type != "bearer" or sent.token == "":
             detail = "Send the header Authorization: Bearer <ACCESS_TOKEN>."
             raise Unauthorized(detail, www_authenticate=[CHALLENGE])
-        g.account = current_app.store.find_account(digest(sent.token or ""))
-        if g.account is None:
+        account = current_app.store.find_account(digest(sent.token or ""))
+        if account is None:
             detail = "The token is unknown, expired or revoked: use another one."
             challenge = f'{CHALLENGE}, error="invalid_token"'
             raise Unauthorized(detail, www_authenticate=[challenge])
-        return view(**arguments)
+        return view(account, **arguments)
 
     return guarded
 
@@ -90,7 +90,5 @@ def suggest_first_token(store: Store) -> None:
     """On `flask run` without any token, say what to do next."""
     command = click.get_current_context(silent=True)
     if command and command.info_name == "run" and not store.list_tokens():
-        click.echo(
-            "No access token yet. Issue one from another terminal, in this folder:"
-        )
+        click.echo("No access token yet. In another terminal, in this folder, run:")
         click.echo(f"    {sys.argv[0]} token create ACCOUNT")

@@ -5,7 +5,6 @@ that goes over the wire, rendered by SQLite. Threads and processes may share the
 and what a method has written is on the disk when it returns.
 """
 
-import contextlib
 import fcntl
 import json
 import os
@@ -14,6 +13,7 @@ import sqlite3
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from sqlite3 import Row
 
@@ -81,7 +81,6 @@ PAGE = f"""SELECT json_object('projectList', json_group_array({DOCUMENT}),
     'total', (SELECT count(*) FROM project WHERE account = :account))
     FROM ({OWN} LIMIT :size OFFSET :page * :size)"""
 Etags = list[str] | None  # of which a change expects one; None: any will do
-Turn = Callable[[sqlite3.Connection], contextlib.AbstractContextManager]
 
 
 class NotFound(Exception):
@@ -115,7 +114,7 @@ class Store:
             self._path = os.path.abspath(path)
             # rw: no empty database takes the place of one that is lost.
             self._uri = f"{Path(self._path).as_uri()}?mode=rw"
-            with contextlib.suppress(FileExistsError):
+            with suppress(FileExistsError):
                 os.close(os.open(self._path, os.O_CREAT | os.O_EXCL, mode=0o600))
         try:
             self._prepare()
@@ -163,11 +162,7 @@ class Store:
         return Stale()
 
     def list_projects(
-        self,
-        account: str,
-        known: Etags,
-        page: int | None = None,
-        size: int | None = None,
+        self, account: str, known: list[str], page: int = 0, size: int | None = None
     ) -> Row:
         """All Projects, oldest first, or with `size` a page of them: etag and document.
 
@@ -209,9 +204,7 @@ class Store:
                 parameters[name] = json.dumps(value)
         return self._read(sql, parameters | {"now": self._now()}, self._turn)
 
-    def _read(
-        self, sql: str, parameters: dict, turn: Turn = contextlib.nullcontext
-    ) -> list[Row]:
+    def _read(self, sql: str, parameters: dict, turn: Callable = nullcontext) -> list:
         """All rows, since a statement commits only at its end."""
         try:
             try:
@@ -249,7 +242,7 @@ class Store:
             raise
         return connection
 
-    @contextlib.contextmanager
+    @contextmanager
     def _turn(self, connection: sqlite3.Connection) -> Iterator[None]:
         """Wait in one queue with the writers of all processes.
 
@@ -275,7 +268,7 @@ class Store:
 
         Closes its connection, since none may be carried across a server's fork.
         """
-        with contextlib.closing(self._connect()) as connection:
+        with closing(self._connect()) as connection:
             [(application, layout, tables)] = connection.execute(
                 """SELECT application_id, user_version, (SELECT count(*) FROM sqlite_schema)
                 FROM pragma_application_id, pragma_user_version"""
