@@ -43,7 +43,8 @@ def test_every_protected_route_demands_a_token(app):
 
 
 @pytest.mark.parametrize(
-    "authorization", ["", "Bearer", "Bearer ", "Basic YTpi", "Basic !", "Token x", "x"]
+    "authorization",
+    ["", "Bearer", "Bearer ", "Basic YTpi", "Basic !", "Basic é", "Token x", "x", "é"],
 )
 def test_call_without_bearer_token_is_challenged(greet, authorization):
     response = greet(authorization)
