@@ -108,8 +108,8 @@ class Store:
         weakref.finalize(self, _close_all, self._idle)
         if path == ":memory:":
             self._path, self._uri = None, f"file:/{secrets.token_hex(8)}?vfs=memdb"
-            anchor = self._connect()  # the database lasts as long as it is open
-            weakref.finalize(self, anchor.close)
+            # The database lasts as long as one connection to it.
+            weakref.finalize(self, self._connect().close)
         else:
             self._path = os.path.abspath(path)
             # rw: no empty database takes the place of one that is lost.
@@ -231,7 +231,7 @@ class Store:
             uri=True,
             timeout=BUSY_TIMEOUT,
             isolation_level=None,  # each statement is a transaction
-            check_same_thread=False,
+            check_same_thread=False,  # any thread takes one that is idle
         )
         connection.row_factory = Row
         try:
