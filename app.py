@@ -7,6 +7,7 @@ become answers in one place, at the end.
 import json
 import os
 import sys
+from urllib.parse import parse_qsl
 
 from flask import Blueprint, Flask, Response, current_app, request, url_for
 from marshmallow import ValidationError
@@ -90,7 +91,9 @@ def create_project(account):
 @token_required
 def list_projects(account):
     """List the account's Projects, or a page of them."""
-    query = schemas.page.load(request.args) if request.args else {}
+    # Not request.args, which fails for bytes that are no UTF-8 with a ValueError.
+    query = dict(parse_qsl(request.query_string.decode(errors="replace"), True))
+    query = schemas.page.load(query) if query else {}
     known = list(request.if_none_match.as_set(include_weak=True))
     return revalidated(current_app.store.list_projects(account, known, **query))
 

@@ -251,6 +251,13 @@ def test_wrong_query_is_refused(client, query):
     assert list(response.json["errors"]) == [query.split("=")[0]]
 
 
+@pytest.mark.parametrize("query, member", [("page=\xff", "page"), ("\xff", "\ufffd")])
+def test_query_that_is_not_utf_8_is_refused(client, query, member):
+    response = client.get(PROJECTS, environ_overrides={"QUERY_STRING": query})
+    assert response.status_code == 422
+    assert list(response.json["errors"]) == [member]
+
+
 def test_body_over_64_kib_is_refused(client, url):
     def send(size):
         body = json.dumps({"name": ""})
