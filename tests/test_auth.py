@@ -62,7 +62,7 @@ def test_unknown_token_is_invalid(greet, token):
     assert response.headers["WWW-Authenticate"] == expected
 
 
-@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER", "Bearer "])
 def test_issued_token_is_valid(run, greet, scheme):
     token = run("create", "ann").stdout.strip()
     response = greet(f"{scheme} {token}")
