@@ -91,11 +91,8 @@ def create_project(account):
 @token_required
 def list_projects(account):
     """List the account's Projects, or a page of them."""
-    # Not request.args, which fails for bytes that are no UTF-8 with a ValueError.
-    query = dict(parse_qsl(request.query_string.decode(errors="replace"), True))
-    query = schemas.page.load(query) if query else {}
-    known = list(request.if_none_match.as_set(include_weak=True))
-    return revalidated(current_app.store.list_projects(account, known, **query))
+    page, known = read_page(), list(request.if_none_match.as_set(include_weak=True))
+    return revalidated(current_app.store.list_projects(account, known, **page))
 
 
 @api.get("/gardening/projects/<id>")
@@ -121,6 +118,14 @@ def delete_project(account, id):
     """Delete the Project with all that belongs to it."""
     current_app.store.delete_project(account, id, expected_etags())
     return "", 204
+
+
+def read_page():
+    """The page that the query asks for; nothing if it is empty."""
+    # Not by request.args, which fails for bytes that are not UTF-8 with a ValueError.
+    query = request.query_string.decode(errors="replace")
+    query = dict(parse_qsl(query, keep_blank_values=True))
+    return schemas.page.load(query) if query else {}
 
 
 def read_members():
@@ -151,7 +156,7 @@ def expected_etags():
 def revalidated(found):
     """The document found, or 304 if the caller has it already (RFC 9110 13.1.2)."""
     headers = {"Cache-Control": "private, no-cache", "ETag": quote_etag(found["etag"])}
-    # Looked for first, since an empty set of ETags costs as much to make as a full one.
+    # Parsed only where it was sent, since that is a twentieth of the cost of a read.
     sent = "If-None-Match" in request.headers
     if sent and request.if_none_match.contains_weak(found["etag"]):
         return Response(status=304, headers=headers)

@@ -204,7 +204,9 @@ class Store:
                 parameters[name] = json.dumps(value)
         return self._read(sql, parameters | {"now": self._now()}, self._turn)
 
-    def _read(self, sql: str, parameters: dict, turn: Callable = nullcontext) -> list:
+    def _read(
+        self, sql: str, parameters: dict, turn: Callable = nullcontext
+    ) -> list[Row]:
         """All rows, since a statement commits only at its end."""
         try:
             try:
@@ -260,6 +262,7 @@ class Store:
             rest = max(0, deadline - time.monotonic())
             connection.execute(f"PRAGMA busy_timeout = {rest * 1000:.0f}")
             yield
+            connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT * 1000:.0f}")
         finally:
             os.close(queue)
 

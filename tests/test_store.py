@@ -453,6 +453,8 @@ def test_writers_queue_in_the_lock_file(store, path):
         assert writer.is_alive()
     writer.join()
     assert len(listed(store)) == 2
+    [(timeout,)] = store._read("PRAGMA busy_timeout", {})
+    assert timeout == module.BUSY_TIMEOUT * 1000
 
 
 def is_waited_for(file):
