@@ -1,185 +1,279 @@
 """The HTTP side of the Gardening Project Service: routes, headers and errors.
 
-It knows no SQL, no token and no rule about a body. Failures come as exceptions and
-become answers in one place, at the end.
+It contains no SQL, no token logic and no validation rules. Failures travel as exceptions
+to the handlers at the end.
 """
 
 import json
 import os
+import re
 import sys
-from urllib.parse import parse_qsl
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, NoReturn
+from urllib.parse import parse_qs
 
-from flask import Blueprint, Flask, Response, current_app, request, url_for
+import click
+from flask import Blueprint, Flask, Response, current_app, redirect, request, url_for
+from flask.blueprints import BlueprintSetupState
 from marshmallow import ValidationError
 from werkzeug import exceptions as http
 from werkzeug.http import quote_etag
 from werkzeug.routing import Rule
 
 import schemas
-from auth import suggest_first_token, token_commands, token_required
-from store import NotFound, Stale, Store, Unavailable
+import store
+from auth import current_store, token_commands, token_required
 
+TITLE = "Gardening Project Service"
 MAX_BODY = 64 * 1024  # bytes; a Project needs less than a KiB
 RETRY_AFTER = 5  # seconds
-APP_LOAD_ERROR = 4  # exit status at which gunicorn gives up, and does not try again
 
-api = Blueprint("api", __name__, url_prefix="/api/v1")
+api = Blueprint("api", __name__)
 
 
-def create_app(config=None):
-    """Build the service; `config` overrides FLASK_* variables, and these the defaults."""
+def create_app(config: Mapping[str, Any] | None = None) -> Flask:
+    """Build the service; `config` overrides FLASK_* variables, which override the defaults.
+
+    Raises ClickException, which `flask` prints as one line, for an unusable database.
+    """
     app = Flask(__name__, static_folder=None)
-    # One more than is allowed, where Werkzeug cuts off chunked bodies without a word.
+    # Werkzeug silently truncates a chunked body here; the extra byte lets us notice.
     app.config.update(MAX_CONTENT_LENGTH=MAX_BODY + 1, PROVIDE_AUTOMATIC_OPTIONS=False)
     app.config.from_prefixed_env()
     app.config.update(config or {})
-    app.json.sort_keys = False
-    app.url_map.merge_slashes = False  # "//" is an unknown path, not a redirect
-    app.url_map.add(Rule("/api/v1/hello-service", endpoint="hello"))  # any method
-    app.add_url_rule("/openapi.json", view_func=get_description)
+    app.url_map.merge_slashes = False  # "a//b" is not redirected to "a/b"
     app.register_blueprint(api)
-    for failure in (http.HTTPException, ValidationError, NotFound, Stale, Unavailable):
-        app.register_error_handler(failure, answer)
+    with suppress(ImportError):  # it is optional
+        from flask_swagger_ui import get_swaggerui_blueprint
+
+        # No badge, which would call another host; no box for other descriptions.
+        look = {"validatorUrl": None, "layout": "BaseLayout", "app_name": TITLE}
+        ui = get_swaggerui_blueprint(".", "../openapi.json", look)
+        ui.before_request(forget_dates)
+        app.register_blueprint(ui, url_prefix="/docs")
+        app.add_url_rule("/", "index", lambda: redirect("docs/"))
+        app.add_url_rule("/docs", "index")
     app.cli.add_command(token_commands)
     try:
-        app.store = open_store(app)
-        suggest_first_token(app.store)
-    except OSError as error:
-        print(f"Error: {error}", file=sys.stderr)
-        sys.exit(APP_LOAD_ERROR)
+        app.extensions["store"] = open_store(app)
+        welcome(app)
+    except store.Unavailable as error:
+        raise click.ClickException(str(error)) from error
     return app
 
 
-def open_store(app):
-    if "DATABASE" not in app.config:
+def forget_dates() -> None:
+    """Leave caching to ETags: Werkzeug raises OverflowError for dates far ahead."""
+    for name in ("HTTP_IF_MODIFIED_SINCE", "HTTP_IF_RANGE"):
+        request.environ.pop(name, None)
+
+
+def open_store(app: Flask) -> store.Store:
+    if not app.config.get("DATABASE"):
         os.makedirs(app.instance_path, exist_ok=True)
         app.config["DATABASE"] = os.path.join(app.instance_path, "gardening.db")
-    return Store(str(app.config["DATABASE"]))
+    database = str(app.config["DATABASE"])
+    if "://" not in database:
+        return store.SQLiteStore(database)
+    try:
+        from postgres import PostgresStore
+    except ImportError as error:
+        needed = "install psycopg[binary], or this package with the extra postgres"
+        raise store.Unavailable(f"for PostgreSQL, {needed}") from error
+    return PostgresStore(database)
 
 
-def get_description():
-    """Give the OpenAPI description of this API."""
+def welcome(app: Flask) -> None:
+    """On `flask run`, say what to do next."""
+    command = click.get_current_context(silent=True)
+    if command and command.info_name == "run":
+        if "index" in app.view_functions:
+            address = "http://{host}:{port}/docs/".format(**command.params)
+            click.echo(f"Read and try the API in a browser: {address}")
+        if not app.extensions["store"].list_tokens():
+            click.echo("No access token yet. In another terminal, in this folder, run:")
+            click.echo(f"    {sys.argv[0]} token create ACCOUNT")
+
+
+@api.get("/openapi.json")
+def get_description() -> Response:
+    """Return the OpenAPI description of this API."""
     with current_app.open_resource("openapi.json") as file:
         return Response(file.read(), mimetype="application/json")
 
 
 @api.endpoint("hello")
-def hello():
+def hello() -> dict[str, Any]:
     """Greet, whatever the method."""
-    greetings = "Hello from the Gardening Project Service!"
-    return {"greetings": greetings, "requestMethod": request.method}
+    return {"greetings": f"Hello from the {TITLE}!", "requestMethod": request.method}
 
 
-@api.put("/hello-service/auth")
+@api.record_once
+def route_every_method_to_hello(state: BlueprintSetupState) -> None:
+    state.app.url_map.add(Rule("/api/v1/hello-service", endpoint="hello"))
+
+
+@api.put("/api/v1/hello-service/auth")
 @token_required
-def hello_auth(account):
-    """Greet whose token is valid."""
+def hello_auth(account: str) -> dict[str, Any]:
+    """Greet the holder of a valid token."""
     return hello() | {"isAuthenticated": True}
 
 
-@api.post("/gardening/projects")
+@api.post("/api/v1/gardening/projects")
 @token_required
-def create_project(account):
+def create_project(account: str) -> Response:
     """Create a Project; `{}` will do."""
-    project = current_app.store.create_project(account, read_members())
-    location = url_for(".get_project", id=project["id"])
-    headers = {"Location": location, "ETag": quote_etag(project["etag"])}
-    return Response(project["document"], 201, headers, mimetype="application/json")
+    project = current_store().create_project(account, read_members(), read_key())
+    location = url_for(".get_project", id=project.id)
+    headers = {"Location": location, "ETag": quote_etag(project.etag)}
+    return Response(project.document, 201, headers, mimetype="application/json")
 
 
-@api.get("/gardening/projects")
+@api.get("/api/v1/gardening/projects")
 @token_required
-def list_projects(account):
-    """List the account's Projects, or a page of them."""
-    page, known = read_page(), list(request.if_none_match.as_set(include_weak=True))
-    return revalidated(current_app.store.list_projects(account, known, **page))
+def list_projects(account: str) -> Response:
+    """List the account's Projects, or one page of them."""
+    known = request.if_none_match.as_set(include_weak=True)
+    return revalidated(*current_store().list_projects(account, known, **read_page()))
 
 
-@api.get("/gardening/projects/<id>")
+@api.get("/api/v1/gardening/projects/<id>")
 @token_required
-def get_project(account, id):
-    """Give one Project."""
-    return revalidated(current_app.store.get_project(account, id))
+def get_project(account: str, id: str) -> Response:
+    """Return one Project."""
+    project = current_store().get_project(account, id)
+    return revalidated(project.etag, project.document)
 
 
-@api.put("/gardening/projects/<id>")
+@api.put("/api/v1/gardening/projects/<id>")
 @token_required
-def update_project(account, id):
-    """Change the members given, and only those."""
-    members, etags = read_members(), expected_etags()
-    project = current_app.store.update_project(account, id, members, etags)
-    # No ETag: what is kept is not what was sent (RFC 9110 9.3.4).
-    return Response(project["document"], mimetype="application/json")
+def update_project(account: str, id: str) -> Response:
+    """Change the given members, and only those."""
+    members = read_members()
+    project = current_store().update_project(account, id, members, expected_etags())
+    # No ETag: what is stored is not what was sent (RFC 9110 9.3.4).
+    return Response(project.document, mimetype="application/json")
 
 
-@api.delete("/gardening/projects/<id>")
+@api.delete("/api/v1/gardening/projects/<id>")
 @token_required
-def delete_project(account, id):
-    """Delete the Project with all that belongs to it."""
-    current_app.store.delete_project(account, id, expected_etags())
-    return "", 204
+def delete_project(account: str, id: str) -> Response:
+    """Delete a Project and all that belongs to it."""
+    current_store().delete_project(account, id, expected_etags())
+    response = Response(status=204)
+    del response.headers["Content-Type"]  # there is no content
+    return response
 
 
-def read_page():
-    """The page that the query asks for; nothing if it is empty."""
-    # Not by request.args, which fails for bytes that are not UTF-8 with a ValueError.
+def read_page() -> dict[str, int]:
+    """The page that the query asks for; nothing if there is no query."""
+    # request.args raises ValueError for bytes that are not UTF-8.
     query = request.query_string.decode(errors="replace")
-    query = dict(parse_qsl(query, keep_blank_values=True))
-    return schemas.page.load(query) if query else {}
+    lists = parse_qs(query, keep_blank_values=True)
+    # A parameter that is given twice stays a list, which is no number.
+    given = {name: all if all[1:] else all[0] for name, all in lists.items()}
+    return schemas.PAGE.load(given) if given else {}
 
 
-def read_members():
-    """The Project in the body of the request, as far as it is given there."""
+def read_key() -> str:
+    """The Idempotency-Key (draft-ietf-httpapi-idempotency-key-header), if any."""
+    key = request.headers.get("Idempotency-Key")
+    if key is not None and not re.fullmatch("[ -~]{1,255}", key):
+        raise http.BadRequest(
+            "An Idempotency-Key is 1 to 255 printable ASCII characters."
+        )
+    return key or ""
+
+
+def read_members() -> dict[str, object]:
+    """The members of a Project that the body gives."""
+    body = read_body()
+    try:
+        members = json.loads(body.decode(), parse_constant=reject_constant)
+    except UnicodeDecodeError as error:
+        reason = f"byte {error.start + 1} is not UTF-8"
+    except json.JSONDecodeError as error:
+        reason = f"see line {error.lineno}, column {error.colno}"
+    except RecursionError:
+        reason = "it is nested too deeply"
+    except ValueError:
+        reason = "it holds NaN, Infinity or an integer of thousands of digits"
+    else:
+        return dict(schemas.PROJECT.load(members))
+    raise http.BadRequest(f"The body is not JSON: {reason}.")
+
+
+def reject_constant(name: str) -> NoReturn:
+    raise ValueError(f"JSON has no {name}")
+
+
+def read_body() -> bytes:
     if not request.is_json:
         detail = "Send JSON with the header Content-Type: application/json."
         raise http.UnsupportedMediaType(detail)
     try:
         body = request.get_data()
-        if len(body) > MAX_BODY:
-            raise http.RequestEntityTooLarge
-        # int refuses NaN and Infinity, which Python takes and JSON does not have.
-        body = json.loads(body.decode(), parse_constant=int)
-    except http.HTTPException:
+    except http.RequestEntityTooLarge:
         raise
-    except Exception as error:  # RecursionError, and what servers say of bad chunks
-        raise http.BadRequest(f"The body is not JSON: {error}.") from error
-    return schemas.project.load(body)
+    except Exception as error:  # the exceptions of servers share no base class
+        raise http.BadRequest("The body ended early or is malformed.") from error
+    if len(body) > MAX_BODY:
+        raise http.RequestEntityTooLarge
+    if len(body) < (request.content_length or 0):
+        raise http.BadRequest("The body ended early.")
+    return body
 
 
-def expected_etags():
+def expected_etags() -> store.Etags:
     """The strong ETags of If-Match (RFC 9110 13.1.1), or None if any will do."""
     if "If-Match" not in request.headers or request.if_match.star_tag:
         return None
-    return list(request.if_match.as_set())
+    return request.if_match.as_set()
 
 
-def revalidated(found):
-    """The document found, or 304 if the caller has it already (RFC 9110 13.1.2)."""
-    headers = {"Cache-Control": "private, no-cache", "ETag": quote_etag(found["etag"])}
-    # Parsed only where it was sent, since that is a twentieth of the cost of a read.
+def revalidated(etag: str, document: bytes | None) -> Response:
+    """The document, or 304 if the caller has it already (RFC 9110 13.1.2)."""
+    headers = {"Cache-Control": "private, no-cache", "ETag": quote_etag(etag)}
+    # Parsed only if it was sent: parsing costs a twentieth of a read.
     sent = "If-None-Match" in request.headers
-    if sent and request.if_none_match.contains_weak(found["etag"]):
+    if sent and request.if_none_match.contains_weak(etag):
         return Response(status=304, headers=headers)
-    return Response(found["document"], headers=headers, mimetype="application/json")
+    return Response(document, headers=headers, mimetype="application/json")
 
 
-def answer(error):
-    """Any failure as a problem document (RFC 9457), with the headers it brings along."""
-    members = {}
-    match error:
-        case ValidationError():
-            members = {"errors": error.normalized_messages()}
-            error = http.UnprocessableEntity("Correct what is named in errors.")
-        case NotFound():
-            error = http.NotFound("Your account has no Project with this id.")
-        case Stale():
-            error = http.PreconditionFailed("The Project has changed: get it again.")
-        case Unavailable():
-            current_app.logger.error("Database unavailable: %s", error)
-            error = http.ServiceUnavailable(retry_after=RETRY_AFTER)
-    response = error.get_response()
-    problem = {"type": "about:blank", "title": error.name, "status": error.code}
-    problem |= {"detail": error.description} | members
-    response.data = current_app.json.dumps(problem)
+@api.app_errorhandler(http.HTTPException)
+def problem(error: http.HTTPException, **members: object) -> Response:
+    """A problem document (RFC 9457), with the headers that the error brings along."""
+    document = {"type": "about:blank", "title": error.name, "status": error.code}
+    body = json.dumps({**document, "detail": error.description, **members})
+    response = Response(body, error.code, error.get_headers())
     response.content_type = "application/problem+json"
     return response
+
+
+@api.app_errorhandler(ValidationError)
+def on_invalid(error: ValidationError) -> Response:
+    detail = "Correct the members or parameters that `errors` names."
+    return problem(http.UnprocessableEntity(detail), errors=error.messages)
+
+
+@api.app_errorhandler(store.NotFound)
+def on_not_found(error: store.NotFound) -> Response:
+    return problem(http.NotFound("Your account has no Project with this id."))
+
+
+@api.app_errorhandler(store.Stale)
+def on_stale(error: store.Stale) -> Response:
+    detail = "The Project has another version: fetch it again."
+    return problem(http.PreconditionFailed(detail))
+
+
+@api.app_errorhandler(store.Unavailable)
+def on_unavailable(error: store.Unavailable) -> Response:
+    current_app.logger.error("Database unavailable: %s", error)
+    detail = "The database is unavailable; nothing was changed. Try again later."
+    if isinstance(error, store.OutcomeUnknown):
+        detail = "The database was lost: the change may have been made. Read before you repeat it."
+    return problem(http.ServiceUnavailable(detail, retry_after=RETRY_AFTER))

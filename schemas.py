@@ -1,39 +1,52 @@
 """The shapes of what a caller sends: the body of a Project and the query of a list.
 
-It knows no request and no database. What it lets through is used as it is.
+It knows nothing of requests or databases. Whatever passes is stored unchecked.
 """
 
+import re
 from functools import partial
+from typing import Any
 
 from marshmallow import Schema, fields, missing, validate
 
-MAX_PAGE = 2**53 - 1  # the largest integer that every JSON reader keeps (RFC 7493 2.2)
+# The largest integer that every JSON reader keeps exactly (RFC 7493 2.2). Times MAX_SIZE
+# it stays below 2**63, the limit of a database's OFFSET.
+MAX_PAGE = 2**53 - 1
 MAX_SIZE = 1000  # Projects
 
 
-class OutputOnly(fields.Field):
+class OutputOnly(fields.Field[Any]):
     """A member that the service sets: accepted with any value, and ignored (AIP-203)."""
 
-    def deserialize(self, *args, **kwargs):
+    def deserialize(self, *args: Any, **kwargs: Any) -> Any:
         return missing
 
 
 class Number(fields.Float):
     """A finite JSON number, and no string that looks like one."""
 
-    def _deserialize(self, value, *args, **kwargs):
+    def _deserialize(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(value, str):
             raise self.make_error("invalid", input=value)
         return super()._deserialize(value, *args, **kwargs)
 
 
-unicode = validate.Regexp(
-    "[^\ud800-\udfff]*$", error="A lone surrogate cannot be encoded as UTF-8."
+class Digits(fields.Integer):
+    """An integer written with the digits 0-9 only: no sign, space or underscore."""
+
+    def _deserialize(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if not re.fullmatch("[0-9]+", str(value)):
+            raise self.make_error("invalid", input=value)
+        return super()._deserialize(value, *args, **kwargs)
+
+
+storable = validate.Regexp(
+    "[^\0\ud800-\udfff]*$", error="U+0000 and lone surrogates cannot be stored."
 )
-Text = partial(fields.String, allow_none=True, validate=unicode)
+Text = partial(fields.String, allow_none=True, validate=storable)
 
 
-def degrees(limit):
+def degrees(limit: int) -> Number:
     return Number(validate=validate.Range(-limit, limit))
 
 
@@ -41,7 +54,11 @@ class PointSchema(Schema):
     """A GeoJSON Point (RFC 7946 3.1.1 and 3.1.2): the longitude, then the latitude."""
 
     type = fields.String(required=True, validate=validate.Equal("Point"))
-    coordinates = fields.Tuple((degrees(180), degrees(90)), required=True)
+    coordinates = fields.Tuple(
+        (degrees(180), degrees(90)),
+        required=True,
+        error_messages={"invalid": "Not a valid array."},
+    )
 
 
 class ProjectSchema(Schema):
@@ -57,9 +74,9 @@ class ProjectSchema(Schema):
 class PageSchema(Schema):
     """The query of a list in pages; one of the two members is enough."""
 
-    page = fields.Integer(validate=validate.Range(0, MAX_PAGE), load_default=0)
-    size = fields.Integer(validate=validate.Range(1, MAX_SIZE), load_default=20)
+    page = Digits(validate=validate.Range(0, MAX_PAGE), load_default=0)
+    size = Digits(validate=validate.Range(1, MAX_SIZE), load_default=20)
 
 
-project = ProjectSchema()
-page = PageSchema()
+PROJECT = ProjectSchema()
+PAGE = PageSchema()

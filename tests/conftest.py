@@ -1,26 +1,43 @@
 import http.client
 import json
 import os
+import shutil
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
+import time
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 from conformance import check_response
-from flask import request
+from flask.testing import FlaskClient
 
 from app import create_app
 from auth import digest
-from store import Store
+from store import SQLiteStore
 
 pytest_plugins = ["testing"]
 
 PROJECTS = "/api/v1/gardening/projects"
+POINT = {"type": "Point", "coordinates": [-122.4410896675, 37.768361565]}
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
+LIMIT = 60  # seconds for a thread or a process to end, however slow the machine
+CHROMIUM = shutil.which("chromium")
+CHROMIUM_OPTIONS = [
+    "--no-sandbox",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+    "--ignore-certificate-errors",
+    "--host-resolver-rules=MAP * 127.0.0.1",  # no request leaves the machine
+]
+# On a test that an engine cannot influence, or that is about SQLite itself.
+on_sqlite = pytest.mark.parametrize("database", ["SQLite"], indirect=True)
 
 
 @pytest.fixture
@@ -28,28 +45,98 @@ def path(tmp_path):
     return str(tmp_path / "gardening.db")
 
 
-@pytest.fixture
-def store(path):
-    return Store(path)
+@pytest.fixture(scope="session")
+def server():
+    """A PostgreSQL server for the session."""
+    pytest.importorskip("psycopg")
+    import postgresql
+
+    if not postgresql.BINARIES:
+        pytest.skip("no PostgreSQL server is installed")
+    with postgresql.server(fsync="off") as server:
+        yield server
+
+
+@pytest.fixture(params=["SQLite", "PostgreSQL"])
+def database(request):
+    """The path or URL of an empty database, one of each engine."""
+    if request.param == "SQLite":
+        yield request.getfixturevalue("path")
+    else:
+        server = request.getfixturevalue("server")
+        url = server.create_database()
+        yield url
+        server.drop_database(url)
 
 
 @pytest.fixture
-def app(path):
-    """The service, with each of its answers checked against openapi.json."""
-    app = create_app({"DATABASE": path})
+def open_store(database):
+    """Opens a store on the database, and closes it after the test."""
+    with ExitStack() as stores:
 
-    @app.after_request
-    def check(answer):
+        def open_store(clock=time.time):
+            engine = SQLiteStore
+            if database.startswith("postgresql://"):
+                from postgres import PostgresStore as engine
+            store = engine(database, clock=clock)
+            stores.callback(store.close)
+            store.list_tokens()  # PostgreSQL's tables are created at the first use
+            store.close()
+            return store
+
+        yield open_store
+
+
+@pytest.fixture
+def store(open_store):
+    return open_store()
+
+
+@pytest.fixture
+def raw(database):
+    """A connection of another program, for plain SQL on the same database."""
+    if database.startswith("postgresql://"):
+        import psycopg
+
+        connection = psycopg.connect(database, autocommit=True)
+    else:
+        connection = sqlite3.connect(database, isolation_level=None)
+    yield connection
+    connection.close()
+
+
+@pytest.fixture
+def lock(raw):
+    """From its call to a ROLLBACK, `raw` lets no account that there is change anything."""
+
+    def lock():
+        if isinstance(raw, sqlite3.Connection):
+            raw.execute("BEGIN IMMEDIATE")
+        else:
+            raw.execute("BEGIN")
+            raw.execute("SELECT * FROM account FOR UPDATE")
+
+    return lock
+
+
+class CheckedClient(FlaskClient):
+    """Checks each answer against openapi.json."""
+
+    def open(self, *args, **options):
+        answer = super().open(*args, **options)
+        call = answer.request
         check_response(
-            request.method,
-            request.path,
-            answer.status_code,
-            answer.headers,
-            answer.data,
+            call.method, call.path, answer.status_code, answer.headers, answer.data
         )
         return answer
 
-    return app
+
+@pytest.fixture
+def app(database):
+    app = create_app({"DATABASE": database})
+    app.test_client_class = CheckedClient
+    yield app
+    app.extensions["store"].close()
 
 
 @pytest.fixture
@@ -58,7 +145,7 @@ def sign_in(app):
 
     def sign_in(account):
         token = f"gardening_of_{account}"
-        app.store.add_token(account, digest(token))
+        app.extensions["store"].add_token(account, digest(token))
         client = app.test_client()
         client.environ_base["HTTP_AUTHORIZATION"] = f"Bearer {token}"
         return client
@@ -88,14 +175,22 @@ def environment(path):
 
 @pytest.fixture
 def token(environment):
-    command = [BIN / "flask", "token", "create", "ann"]
+    return flask("token", "create", "ann", environment=environment).strip()
+
+
+def flask(*arguments, environment):
+    """What the command prints."""
     return subprocess.check_output(
-        command, cwd=ROOT, env=environment, text=True
-    ).strip()
+        [BIN / "flask", *arguments],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        timeout=LIMIT,
+    )
 
 
 @contextmanager
-def gunicorn(environment, *options):
+def gunicorn(environment, *options, stdout=subprocess.DEVNULL):
     """gunicorn with its own settings, and these: its process and its port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         # As gunicorn does for a socket of its own.
@@ -107,21 +202,44 @@ def gunicorn(environment, *options):
             cwd=ROOT,
             env=environment,
             pass_fds=[listener.fileno()],
-            stdout=subprocess.DEVNULL,
+            stdout=stdout,
             start_new_session=True,
         )
     try:
         yield process, port
     finally:
         process.terminate()
-        process.wait()
+        process.wait(LIMIT)
+
+
+@pytest.fixture(scope="module")  # its event loop must not meet that of another module
+def browser():
+    """Headless Chromium."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    if not CHROMIUM:
+        pytest.skip("chromium is not installed")
+    with (
+        playwright.sync_playwright() as driver,
+        driver.chromium.launch(
+            executable_path=CHROMIUM, args=CHROMIUM_OPTIONS
+        ) as browser,
+    ):
+        yield browser
+
+
+@pytest.fixture
+def page(browser):
+    """An empty page in a browser that has kept nothing; every wait has a limit."""
+    with browser.new_page() as page:
+        page.set_default_timeout(20_000)
+        yield page
 
 
 class Client(http.client.HTTPConnection):
     """A connection that is kept alive, with a token."""
 
     def __init__(self, port, token):
-        super().__init__("127.0.0.1", port)
+        super().__init__("127.0.0.1", port, timeout=LIMIT)
         self.authorization = {"Authorization": f"Bearer {token}"}
 
     def call(self, method, path, body=None):
@@ -146,9 +264,24 @@ class Client(http.client.HTTPConnection):
         self.close()
 
 
-def at_once(work, count=8):
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
+def at_once(work, count=8, errors=()):
+    """What `work(number)` returns in each of so many threads, or which of the errors."""
+    results, start = [None] * count, threading.Barrier(count)
+
+    def run(number):
+        start.wait(LIMIT)
+        try:
+            results[number] = work(number)
+        except errors as error:
+            results[number] = error
+
+    threads = [
+        threading.Thread(target=run, args=(number,), daemon=True)
+        for number in range(count)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(LIMIT)
+        assert not thread.is_alive()
+    return results

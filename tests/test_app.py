@@ -1,30 +1,38 @@
+"""What a caller meets over HTTP: answers, headers, errors; and the settings."""
+
+import io
 import json
-import sqlite3
+import re
+import sys
 
 import pytest
-from conftest import PROJECTS
+from click import ClickException
+from conftest import POINT, PROJECTS, at_once, on_sqlite
+from flask.testing import FlaskClient
 
 from app import create_app
 
 HELLO = "/api/v1/hello-service"
-POINT = {"type": "Point", "coordinates": [-122.4410896675, 37.768361565]}
 MISSING = f"{PROJECTS}/{'0' * 24}"
 
 
+@on_sqlite
 @pytest.mark.parametrize(
     "method", ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PURGE"]
 )
 def test_hello_echoes_any_method_without_a_token(app, method):
     response = app.test_client().open(HELLO, method=method)
     assert (response.status_code, response.json["requestMethod"]) == (200, method)
-    assert list(response.json) == ["greetings", "requestMethod"]
+    assert set(response.json) == {"greetings", "requestMethod"}
 
 
+@on_sqlite
 def test_hello_ignores_a_bad_token(app):
     headers = {"Authorization": "Bearer wrong"}
     assert app.test_client().get(HELLO, headers=headers).status_code == 200
 
 
+@on_sqlite
 def test_head_of_hello_is_empty(app):
     response = app.test_client().head(HELLO)
     assert (response.status_code, response.data) == (200, b"")
@@ -39,6 +47,7 @@ def test_create_answers_with_the_project_and_its_address(client):
     assert client.get(response.headers["Location"]).json == response.json
 
 
+@on_sqlite
 def test_location_leads_back_from_below_a_prefix(client):
     response = client.post(
         PROJECTS, json={}, environ_overrides={"SCRIPT_NAME": "/garden"}
@@ -58,6 +67,7 @@ def test_project_holds_its_seven_members_in_order(client):
     ]
 
 
+@on_sqlite
 @pytest.mark.parametrize("type", ["application/json", "application/geo+json;charset=x"])
 def test_json_of_any_kind_is_taken(client, type):
     assert client.post(PROJECTS, data="{}", content_type=type).status_code == 201
@@ -70,6 +80,7 @@ def test_get_gives_the_project_and_its_validator(client, project, url):
     assert response.headers["Cache-Control"] == "private, no-cache"
 
 
+@on_sqlite
 @pytest.mark.parametrize("tag", ['"1"', 'W/"1"', '"0", "1"', "*"])
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
 def test_unchanged_project_is_not_sent_again(client, url, method, tag):
@@ -137,6 +148,7 @@ def test_change_of_the_expected_version_is_made(client, url, method, status, tag
 def test_deleted_project_is_gone(client, url):
     response = client.delete(url)
     assert (response.status_code, response.data) == (204, b"")
+    assert "Content-Type" not in response.headers
     assert client.get(url).status_code == client.delete(url).status_code == 404
     assert client.get(PROJECTS).json == []
 
@@ -152,6 +164,61 @@ def test_another_accounts_project_cannot_be_told_from_none(sign_in, project, url
         assert answers[0].data == answers[1].data
         assert dict(answers[0].headers) == dict(answers[1].headers)
     assert owner.get(PROJECTS).json == stranger.get(PROJECTS).json == []
+
+
+def create(client, key, **members):
+    return client.post(PROJECTS, json=members, headers={"Idempotency-Key": key})
+
+
+def test_post_repeated_with_its_key_makes_one_project(client):
+    first = create(client, "k", name="Park")
+    etag = client.get(PROJECTS).headers["ETag"]
+    again = create(client, "k", name="Wood")
+    assert (again.status_code, again.data) == (201, first.data)
+    assert again.headers["Location"] == first.headers["Location"]
+    assert client.get(PROJECTS).headers["ETag"] == etag
+    changed = client.put(first.headers["Location"], json={"name": "Lake"})
+    again = create(client, "k")
+    assert (again.status_code, again.json) == (201, changed.json)
+    assert again.headers["ETag"] == '"2"'
+    assert client.get(PROJECTS).json == [changed.json]
+
+
+def test_key_of_another_account_makes_another_project(sign_in):
+    ids = {create(sign_in(account), "k").json["id"] for account in ("ann", "bob")}
+    assert len(ids) == 2
+
+
+def test_key_of_a_deleted_project_makes_a_new_one_at_its_address(client):
+    address = create(client, "k", name="Park").headers["Location"]
+    client.delete(address)
+    again = create(client, "k", name="Wood")
+    assert (again.status_code, again.headers["Location"]) == (201, address)
+    assert (again.json["name"], again.json["version"]) == ("Wood", 1)
+
+
+def test_posts_at_once_with_one_key_make_one_project(client):
+    answers = at_once(lambda number: create(client, "k", name=str(number)))
+    assert {answer.status_code for answer in answers} == {201}
+    assert client.get(PROJECTS).json == [answers[0].json]
+    assert len({answer.data for answer in answers}) == 1
+
+
+@on_sqlite
+@pytest.mark.parametrize("key", ["", "k" * 256, "é", "a\tb", "\x7f"])
+def test_odd_key_is_refused(client, key):
+    response = create(client, key)
+    assert response.status_code == 400
+    assert "1 to 255 printable ASCII characters" in response.json["detail"]
+    assert client.get(PROJECTS).json == []
+
+
+@on_sqlite
+@pytest.mark.parametrize(
+    "key", ["k", "~" * 255, '"8e03978e-40d5-43dd-bc93-6894a57f9324"']
+)
+def test_printable_key_is_taken(client, key):
+    assert create(client, key).json == create(client, key).json
 
 
 def test_list_is_an_array_oldest_first(client):
@@ -191,31 +258,70 @@ def test_page_is_wrapped(client):
     assert (defaults["projectList"], defaults["size"]) == (projects, 20)
 
 
+NUMBER = "NaN, Infinity or "
+PYTHON = re.compile(r"codec|int\(\)|sys\.|recursion|Expecting|literal|Error")
 NOT_JSON = {
-    "empty": b"",
-    "cut off": b'{"name": "Pa',
-    "trailing comma": b'{"name": "Park",}',
-    "invalid UTF-8": b'{"name": "\xff"}',
-    "surrogate in UTF-8": b'{"name": "\xed\xa0\x80"}',
-    "UTF-16": '{"name": "Park"}'.encode("utf-16"),
-    "NaN": b'{"name": NaN}',
-    "Infinity": b"[-Infinity]",
-    "nested too deep": b"[" * 30_000,
-    "nested objects": b'{"name":' * 8_000,
-    "integer too long": b'{"name": 1' + b"0" * 5_000 + b"}",
-    "two documents": b"{}{}",
+    "empty": (b"", "see line 1, column 1"),
+    "cut off": (b'{"name": "Pa', "see line 1, column 10"),
+    "trailing comma": (b'{\n"name": "Park",}', "see line 2, column 1"),
+    "two documents": (b"{}{}", "see line 1, column 3"),
+    "byte order mark": (b"\xef\xbb\xbf{}", "see line 1, column 1"),
+    "invalid UTF-8": (b'{"name": "\xff"}', "byte 11 is not UTF-8"),
+    "surrogate in UTF-8": (b'{"name": "\xed\xa0\x80"}', "byte 11 is not UTF-8"),
+    "UTF-16": ("{}".encode("utf-16"), "byte 1 is not UTF-8"),
+    "nested too deep": (b"[" * 30_000, "it is nested too deeply"),
+    "nested objects": (b'{"name":' * 8_000, ""),  # too deeply, or it ends too early
+    "NaN": (b'{"name": NaN}', NUMBER),
+    "Infinity": (b"[-Infinity]", NUMBER),
+    "integer too long": (b'{"name": 1' + b"0" * 5_000 + b"}", NUMBER),
 }
 
 
-@pytest.mark.parametrize("body", NOT_JSON.values(), ids=NOT_JSON)
+@on_sqlite
+@pytest.mark.parametrize("body, reason", NOT_JSON.values(), ids=NOT_JSON)
 @pytest.mark.parametrize("method", ["POST", "PUT"])
-def test_what_is_not_json_is_refused(client, url, method, body):
+def test_what_is_not_json_is_refused(client, url, method, body, reason):
     address = PROJECTS if method == "POST" else url
     response = client.open(
         address, method=method, data=body, content_type="application/json"
     )
     assert response.status_code == 400
     assert response.json["detail"].startswith("The body is not JSON: ")
+    assert reason in response.json["detail"]
+    assert not PYTHON.search(response.json["detail"])
+
+
+class BrokenBody(io.RawIOBase):
+    """A body in which the server finds an error."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def readinto(self, buffer):
+        raise self.error("invalid literal for int() with base 16: b'zz'")
+
+
+def post_stream(client, stream, **environment):
+    return client.post(
+        PROJECTS,
+        content_type="application/json",
+        environ_overrides={"wsgi.input": stream, **environment},
+    )
+
+
+@on_sqlite
+@pytest.mark.parametrize("error", [OSError, ValueError, RuntimeError])
+def test_body_that_breaks_off_is_refused_in_the_callers_terms(client, error):
+    body = BrokenBody(error)
+    response = post_stream(client, body, **{"wsgi.input_terminated": True})
+    assert response.status_code == 400
+    assert not PYTHON.search(response.json["detail"])
+
+
+@on_sqlite
+def test_body_shorter_than_announced_is_refused(client):
+    response = post_stream(client, io.BytesIO(b"{}"), CONTENT_LENGTH="10")
+    assert response.status_code == 400
 
 
 INVALID = {
@@ -223,12 +329,14 @@ INVALID = {
     "number": (1, ["_schema"]),
     "typo": ({"nmae": "x"}, ["nmae"]),
     "surrogate": ({"name": "\ud800"}, ["name"]),
+    "U+0000": ({"name": "a\0b", "postal_code": "\0"}, ["name", "postal_code"]),
     "surrogate as a name": ({"\ud800": 1}, ["\ud800"]),
     "infinite": ({"location": POINT | {"coordinates": [1e999, 0]}}, ["location"]),
     "several": ({"name": 1, "postal_code": 2, "x": 3}, ["name", "postal_code", "x"]),
 }
 
 
+@on_sqlite
 @pytest.mark.parametrize("body, members", INVALID.values(), ids=INVALID)
 @pytest.mark.parametrize("method", ["POST", "PUT"])
 def test_invalid_project_changes_nothing(client, project, url, method, body, members):
@@ -242,8 +350,11 @@ def test_invalid_project_changes_nothing(client, project, url, method, body, mem
     assert client.get(PROJECTS).json == [project]
 
 
+@on_sqlite
 @pytest.mark.parametrize(
-    "query", ["page=-1", "size=0", "size=1001", "page=x", "pgae=1"]
+    "query",
+    ["page=-1", "size=0", "size=1001", "page=x", "page=", "pgae=1", "page=1_0"]
+    + ["page=%2B1", "page=+1", "page=1+", "page=1%0A", "page=%D9%A1", "size=%C2%B2"],
 )
 def test_wrong_query_is_refused(client, query):
     response = client.get(f"{PROJECTS}?{query}")
@@ -251,6 +362,7 @@ def test_wrong_query_is_refused(client, query):
     assert list(response.json["errors"]) == [query.split("=")[0]]
 
 
+@on_sqlite
 @pytest.mark.parametrize("query, member", [("page=\xff", "page"), ("\xff", "\ufffd")])
 def test_query_that_is_not_utf_8_is_refused(client, query, member):
     response = client.get(PROJECTS, environ_overrides={"QUERY_STRING": query})
@@ -258,6 +370,7 @@ def test_query_that_is_not_utf_8_is_refused(client, query, member):
     assert list(response.json["errors"]) == [member]
 
 
+@on_sqlite
 def test_body_over_64_kib_is_refused(client, url):
     def send(size):
         body = json.dumps({"name": ""})
@@ -267,8 +380,15 @@ def test_body_over_64_kib_is_refused(client, url):
     assert [send(64 * 1024), send(64 * 1024 + 1)] == [200, 413]
 
 
+@on_sqlite
+def test_body_that_announces_a_gigabyte_is_refused_unread(client):
+    stream = io.BytesIO(b"{}")
+    response = post_stream(client, stream, CONTENT_LENGTH=str(10**9))
+    assert (response.status_code, stream.tell()) == (413, 0)
+
+
 ERRORS = [
-    ("GET", "/", {}, 404),
+    ("GET", "/nowhere", {}, 404),
     ("GET", "/api/v1/gardening", {}, 404),
     ("GET", f"{PROJECTS}/", {}, 404),
     ("GET", PROJECTS.replace("/v1", "//v1"), {}, 404),
@@ -299,11 +419,13 @@ def test_error_is_a_problem_document(client, method, target, options, status):
     assert response.json["title"] and response.json["detail"]
 
 
+@on_sqlite
 def test_wrong_method_is_told_the_right_ones(client):
     allowed = client.patch(PROJECTS).headers["Allow"]
     assert set(allowed.split(", ")) == {"GET", "HEAD", "POST"}
 
 
+@on_sqlite
 def test_token_is_checked_before_anything_else(app, url):
     stranger = app.test_client()
     for method, address in (("PUT", url), ("PUT", MISSING), ("POST", PROJECTS)):
@@ -312,6 +434,7 @@ def test_token_is_checked_before_anything_else(app, url):
         assert response.content_type == "application/problem+json"
 
 
+@on_sqlite
 def test_crash_shows_nothing_of_itself_but_in_the_log(app, caplog):
     app.add_url_rule("/crash", view_func=lambda: 1 / 0)
     response = app.test_client().get("/crash")
@@ -321,20 +444,31 @@ def test_crash_shows_nothing_of_itself_but_in_the_log(app, caplog):
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_outage_says_when_to_retry_and_ends(client, project, url, path, caplog):
-    lock = sqlite3.connect(path, isolation_level=None)
-    lock.execute("BEGIN IMMEDIATE")
+def test_defect_in_sql_is_a_crash_and_no_outage(client, raw, caplog):
+    raw.execute("ALTER TABLE project RENAME TO lost")
+    response = client.get(PROJECTS)
+    assert response.status_code == response.json["status"] == 500
+    assert "Retry-After" not in response.headers
+    assert "project" not in response.text
+    assert "Traceback" in caplog.text
+
+
+def test_outage_says_when_to_retry_and_ends(client, project, url, lock, raw, caplog):
+    lock()
     response = client.put(url, json={"name": "Wood"})
     assert response.status_code == response.json["status"] == 503
-    assert response.content_type == "application/problem+json"
-    assert int(response.headers["Retry-After"]) > 0
-    assert "database is locked" in caplog.text
-    assert path not in response.text
+    assert response.json["detail"] == (
+        "The database is unavailable; nothing was changed. Try again later."
+    )
+    assert response.headers["Retry-After"] == "5"
+    assert "Database unavailable: " in caplog.text
+    assert "Traceback" not in caplog.text
     assert client.get(url).json == project
-    lock.close()
+    raw.execute("ROLLBACK")
     assert client.put(url, json={"name": "Wood"}).json["version"] == 2
 
 
+@on_sqlite
 def test_token_is_never_logged(client, url, caplog):
     caplog.set_level(0)
     authorization = client.environ_base["HTTP_AUTHORIZATION"]
@@ -344,28 +478,82 @@ def test_token_is_never_logged(client, url, caplog):
     assert authorization.split()[1] not in caplog.text
 
 
-def test_config_goes_before_the_environment(tmp_path, monkeypatch):
-    names = [str(tmp_path / name) for name in ("environment.db", "config.db")]
-    monkeypatch.setenv("FLASK_DATABASE", names[0])
-    create_app({"DATABASE": names[1]})
-    assert [entry.name for entry in tmp_path.iterdir() if "-" not in entry.name] == [
-        "config.db"
-    ]
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def databases(folder):
+    return sorted(file.name for file in folder.iterdir() if "-" not in file.name)
+
+
+def test_config_goes_before_the_environment(folder, monkeypatch):
+    monkeypatch.setenv("FLASK_DATABASE", "environment.db")
+    create_app({"DATABASE": "config.db"})
+    assert databases(folder) == ["config.db"]
     create_app()
-    assert (tmp_path / "environment.db").exists()
+    assert databases(folder) == ["config.db", "environment.db"]
+
+
+def test_environment_goes_before_the_defaults(folder, monkeypatch):
+    monkeypatch.setenv("FLASK_MAX_CONTENT_LENGTH", "1000")
+    app = create_app({"DATABASE": "config.db"})
+    assert app.config["MAX_CONTENT_LENGTH"] == 1000
+
+
+def test_name_of_the_database_may_look_like_a_number(folder, monkeypatch):
+    monkeypatch.setenv("FLASK_DATABASE", "2026")
+    create_app()
+    assert databases(folder) == ["2026"]
 
 
 def test_apps_in_memory_are_apart():
-    apps = [create_app({"DATABASE": ":memory:"}) for _ in range(2)]
-    apps[0].store.create_project("ann", {})
-    lists = [app.store.list_projects("ann", [])["document"] for app in apps]
+    stores = [create_app({"DATABASE": ":memory:"}).extensions["store"] for _ in "ab"]
+    stores[0].create_project("ann", {})
+    lists = [store.list_projects("ann", []).document for store in stores]
     assert [len(json.loads(each)) for each in lists] == [1, 0]
+    for store in stores:
+        store.close()
 
 
-def test_unusable_database_is_one_line_of_error(capsys):
-    with pytest.raises(SystemExit) as caught:
-        create_app({"DATABASE": "/no/such/folder/x.db"})
-    assert caught.value.code == 4
-    assert capsys.readouterr().err == (
-        "Error: [Errno 2] No such file or directory: '/no/such/folder/x.db'\n"
+def refusal(database):
+    """The one line that `flask` prints."""
+    with pytest.raises(ClickException) as caught:
+        create_app({"DATABASE": database})
+    assert caught.value.exit_code == 1
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+def test_unusable_database_is_one_line_of_error(tmp_path):
+    assert refusal("/no/such/folder/x.db") == (
+        "No such file or directory: /no/such/folder/x.db"
     )
+    (tmp_path / "text").write_text("This is no database." * 100)
+    assert refusal(tmp_path / "text") == f"file is not a database: {tmp_path}/text"
+
+
+def test_postgresql_without_its_driver_is_one_line_of_error(monkeypatch):
+    monkeypatch.delitem(sys.modules, "postgres", raising=False)
+    monkeypatch.setitem(sys.modules, "psycopg", None)  # as if it were not installed
+    assert refusal("postgresql://ann:secret@example.org/gardening") == (
+        "for PostgreSQL, install psycopg[binary], "
+        "or this package with the extra postgres"
+    )
+
+
+@on_sqlite
+def test_page_that_is_given_twice_is_refused(client):
+    response = client.get(f"{PROJECTS}?page=0&page=1&size=1")
+    assert (response.status_code, list(response.json["errors"])) == (422, ["page"])
+
+
+@on_sqlite
+@pytest.mark.parametrize("name", ["If-Modified-Since", "If-Range"])
+def test_impossible_date_is_no_crash_of_the_page(app, name):
+    headers = {name: "1 Jan 9999999999999999999999 00:00:00", "Range": "bytes=0-0"}
+    page = FlaskClient(app, app.response_class)
+    with page.get("/docs/swagger-ui.css", headers=headers) as response:
+        assert response.status_code in (200, 206)

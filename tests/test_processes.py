@@ -9,27 +9,29 @@ import signal
 import socket
 import sqlite3
 import subprocess
-from contextlib import closing, suppress
+import threading
+from contextlib import closing, contextmanager, suppress
+from itertools import chain, takewhile
 from pathlib import Path
 
 import pytest
-from conftest import BIN, PROJECTS, ROOT, Client, at_once, gunicorn
+from conftest import BIN, LIMIT, PROJECTS, ROOT, Client, at_once, flask, gunicorn
 
 PRELOAD = pytest.mark.parametrize("options", [[], ["--preload"]], ids=["", "preload"])
 BROKEN = (OSError, http.client.HTTPException)
 
 
 @pytest.fixture
-def sound(path):
-    """Checks the database, after the test too."""
+def check_integrity(path):
+    """Checks that the database is not damaged, after the test too."""
 
-    def sound():
+    def check_integrity():
         with closing(sqlite3.connect(path)) as connection:
             assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
             assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
 
-    yield sound
-    sound()
+    yield check_integrity
+    check_integrity()
 
 
 def workers(process):
@@ -38,7 +40,7 @@ def workers(process):
 
 
 @PRELOAD
-def test_workers_start_at_once_on_a_missing_file(environment, sound, options):
+def test_workers_start_at_once_on_a_missing_file(environment, check_integrity, options):
     with gunicorn(environment, "--workers=6", *options) as (process, port):
         with Client(port, "x") as client:
             assert client.call("GET", PROJECTS)[0] == 401
@@ -46,20 +48,16 @@ def test_workers_start_at_once_on_a_missing_file(environment, sound, options):
 
 
 @PRELOAD
-def test_processes_lose_no_update(environment, token, sound, options):
+def test_processes_lose_no_update(environment, token, check_integrity, options):
     with gunicorn(environment, *options) as (_, port), Client(port, token) as client:
         url = f"{PROJECTS}/{client.call('POST', PROJECTS, {})[1]['id']}"
-        versions = []
 
         def write(_):
             with Client(port, token) as writer:
-                for _ in range(10):
-                    versions.append(
-                        writer.call("PUT", url, {"name": "x"})[1]["version"]
-                    )
+                answers = [writer.call("PUT", url, {"name": "x"}) for _ in range(10)]
+            return [project["version"] for _, project in answers]
 
-        at_once(write)
-        assert sorted(versions) == list(range(2, 82))
+        assert sorted(chain(*at_once(write))) == list(range(2, 82))
         assert client.call("GET", url)[1]["version"] == 81
 
 
@@ -90,7 +88,9 @@ class Writer:
         self.acknowledged, self.attempted = found, None
 
 
-def test_nothing_acknowledged_is_lost_by_kills_at_any_moment(environment, token, sound):
+def test_nothing_acknowledged_is_lost_by_kills_at_any_moment(
+    environment, token, check_integrity
+):
     writers, moments = [], random.Random(1)
     for _ in range(6):
         with gunicorn(environment) as (process, port):
@@ -106,15 +106,15 @@ def test_nothing_acknowledged_is_lost_by_kills_at_any_moment(environment, token,
                         writers[number].write(client)
                         client.call("GET", PROJECTS)
                         left[0] -= 1
-                        if left[0] == 0:
+                        if left[0] <= 0:
                             os.killpg(process.pid, signal.SIGKILL)
 
             at_once(work)
-        sound()
+        check_integrity()
     assert sum(writer.acknowledged["version"] for writer in writers) > 100
 
 
-def test_killed_worker_leaves_the_others_going(environment, token, sound):
+def test_killed_worker_leaves_the_others_going(environment, token, check_integrity):
     with gunicorn(environment) as (process, port):
         with Client(port, token) as client:
             writers = [Writer(client) for _ in range(8)]
@@ -138,7 +138,9 @@ def test_killed_worker_leaves_the_others_going(environment, token, sound):
         assert process.poll() is None
 
 
-def test_foreign_lock_stops_writes_until_it_ends(environment, token, path, sound):
+def test_foreign_lock_stops_writes_until_it_ends(
+    environment, token, path, check_integrity
+):
     with gunicorn(environment) as (_, port), Client(port, token) as client:
         writer = Writer(client)
         with closing(sqlite3.connect(path, isolation_level=None)) as lock:
@@ -155,18 +157,17 @@ def small_disk(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
+    if subprocess.run(
+        mount, capture_output=True, check=False, timeout=LIMIT
+    ).returncode:
         pytest.skip("no right to mount a small disk")
     yield disk
-    subprocess.run(["umount", disk], check=True)
+    subprocess.run(["umount", disk], check=True, timeout=LIMIT)
 
 
 def test_full_disk_stops_writes_until_there_is_room(environment, small_disk):
     environment |= {"FLASK_DATABASE": str(small_disk / "gardening.db")}
-    command = [BIN / "flask", "token", "create", "ann"]
-    token = subprocess.check_output(
-        command, cwd=ROOT, env=environment, text=True
-    ).strip()
+    token = flask("token", "create", "ann", environment=environment).strip()
     with gunicorn(environment) as (_, port), Client(port, token) as client:
         writer, filler = Writer(client), small_disk / "filler"
         with suppress(OSError), open(filler, "wb", buffering=0) as file:
@@ -194,8 +195,7 @@ def test_token_revoked_by_command_is_invalid_in_every_worker(environment, token)
             return found
 
         assert statuses() == {200}
-        command = [BIN / "flask", "token", "revoke", "1"]
-        subprocess.run(command, cwd=ROOT, env=environment, check=True)
+        flask("token", "revoke", "1", environment=environment)
         assert statuses() == {401}
 
 
@@ -205,13 +205,13 @@ def test_accepted_request_is_answered_after_term(environment, token):
         head = f"POST {PROJECTS} HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n"
         head += f"Authorization: Bearer {token}\r\nContent-Type: application/json\r\n"
         head += f"Content-Length: {len(body)}\r\n\r\n"
-        with socket.create_connection(("127.0.0.1", port)) as connection:
+        with socket.create_connection(("127.0.0.1", port), LIMIT) as connection:
             connection.sendall(head.encode())
             assert connection.recv(1000).startswith(b"HTTP/1.1 100")
             process.terminate()
             connection.sendall(body)
             assert connection.recv(1000).startswith(b"HTTP/1.1 201")
-        assert process.wait() == 0
+        assert process.wait(LIMIT) == 0
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_accepted_request_is_answered_after_term(environment, token):
 )
 def test_body_may_come_in_chunks(gardening, chunks, status):
     address = gardening.url.removeprefix("http://").split(":")
-    with socket.create_connection(address) as connection:
+    with socket.create_connection(address, LIMIT) as connection:
         head = [
             f"POST {PROJECTS} HTTP/1.1",
             "Host: x",
@@ -241,12 +241,8 @@ def test_body_may_come_in_chunks(gardening, chunks, status):
 
 @pytest.mark.parametrize(
     "command",
-    [
-        ["flask", "run", "--port=0"],
-        ["flask", "token", "list"],
-        ["gunicorn", "app:create_app()"],
-    ],
-    ids=lambda command: command[0] + command[1],
+    [["flask", "run", "--port=0"], ["flask", "token", "list"], ["gunicorn"]],
+    ids=lambda command: "-".join(command[:2]),
 )
 def test_unusable_database_is_refused_at_start(environment, path, command):
     Path(path).write_text("This is no database." * 100)
@@ -258,31 +254,41 @@ def test_unusable_database_is_refused_at_start(environment, path, command):
         env=environment,
         text=True,
         capture_output=True,
+        timeout=LIMIT,
     )
-    assert refused.returncode == 4
+    assert refused.returncode == 1
     assert refused.stderr.count(f"Error: file is not a database: {path}\n") == 1
     assert "Traceback" not in refused.stderr
     assert Path(path).read_text() == "This is no database." * 100
 
 
-def test_newcomer_is_told_the_next_step(tmp_path):
-    for module in ROOT.glob("*.py"):
-        shutil.copy(module, tmp_path)
-    run = [BIN / "flask", "run", "--port=0"]
+@contextmanager
+def development_server(folder):
+    """The lines that `flask run` prints in the folder."""
+    command = [BIN / "flask", "run", "--port=0"]
     with subprocess.Popen(
-        run, cwd=tmp_path, stdout=subprocess.PIPE, text=True
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as server:
-        told = [server.stdout.readline() for _ in range(2)]
-        server.terminate()
-    assert told[0].startswith("No access token yet.")
-    command = told[1].split()
+        limit = threading.Timer(LIMIT, server.kill)  # which ends the lines
+        limit.start()
+        try:
+            yield server.stdout
+        finally:
+            limit.cancel()
+            server.terminate()
+
+
+def test_newcomer_is_told_the_next_step(tmp_path):
+    for module in [*ROOT.glob("*.py"), ROOT / "openapi.json"]:
+        shutil.copy(module, tmp_path)
+    with development_server(tmp_path) as lines:
+        assert any(line.startswith("No access token yet.") for line in lines)
+        command = next(lines).split()
     assert command == [str(BIN / "flask"), "token", "create", "ACCOUNT"]
     assert (tmp_path / "instance/gardening.db").exists()
 
-    subprocess.run(command, cwd=tmp_path, check=True)
-    with subprocess.Popen(
-        run, cwd=tmp_path, stdout=subprocess.PIPE, text=True
-    ) as server:
-        first = server.stdout.readline()
-        server.terminate()
-    assert "No access token" not in first
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=LIMIT)
+    with development_server(tmp_path) as lines:
+        told = list(takewhile(lambda line: "Running on http://" not in line, lines))
+    assert told
+    assert not any("No access token" in line for line in told)

@@ -1,11 +1,12 @@
+"""The shapes of what a caller may send."""
+
 import json
 
 import pytest
+from conftest import POINT
 from marshmallow import ValidationError
 
 import schemas
-
-POINT = {"type": "Point", "coordinates": [-122.4410896675, 37.768361565]}
 
 
 def at(*coordinates):
@@ -25,36 +26,39 @@ def errors(schema, body):
         {"name": "Park"},
         {"name": ""},
         {"name": None, "postal_code": None, "location": None},
-        {"name": "x" * 60_000, "postal_code": "9\0 \u2028😀"},
+        {"name": "x" * 60_000, "postal_code": "9\x01 \u2028😀\n"},
     ],
 )
 def test_project_members_come_through_unchanged(body):
-    assert schemas.project.load(body) == body
+    assert schemas.PROJECT.load(body) == body
 
 
 @pytest.mark.parametrize(
     "coordinates", [(-180, -90), (180, 90), (0, 0), (-0.0, 1e-300), (179.9999999, 1)]
 )
 def test_point_keeps_its_numbers(coordinates):
-    loaded = schemas.project.load(at(*coordinates))
+    loaded = schemas.PROJECT.load(at(*coordinates))
     assert json.loads(json.dumps(loaded)) == at(*coordinates)
 
 
 @pytest.mark.parametrize("value", [None, 1, "x", [], {"a": 1}])
 def test_output_only_members_are_ignored_whatever_they_hold(value):
     names = ("id", "created_at", "updated_at", "version")
-    assert schemas.project.load(dict.fromkeys(names, value)) == {}
+    assert schemas.PROJECT.load(dict.fromkeys(names, value)) == {}
 
 
 @pytest.mark.parametrize("body", [None, 1, "x", [], [{}], True, 1.5])
 def test_body_that_is_no_object_is_refused(body):
-    assert errors(schemas.project, body) == {"_schema": ["Invalid input type."]}
+    assert errors(schemas.PROJECT, body) == {"_schema": ["Invalid input type."]}
 
 
-@pytest.mark.parametrize("value", [1, 1.5, True, [], {}, ["x"], "\ud800", "a\udfffb\n"])
+NOT_STORED = ["\0", "a\0b", "a\n\0", "\ud800", "a\udfffb\n"]
+
+
+@pytest.mark.parametrize("value", [1, 1.5, True, [], {}, ["x"], *NOT_STORED])
 @pytest.mark.parametrize("member", ["name", "postal_code"])
 def test_text_is_a_unicode_string(member, value):
-    assert list(errors(schemas.project, {member: value})) == [member]
+    assert list(errors(schemas.PROJECT, {member: value})) == [member]
 
 
 @pytest.mark.parametrize(
@@ -91,12 +95,12 @@ def test_text_is_a_unicode_string(member, value):
     ],
 )
 def test_location_is_a_point_on_earth(location):
-    assert list(errors(schemas.project, {"location": location})) == ["location"]
+    assert list(errors(schemas.PROJECT, {"location": location})) == ["location"]
 
 
 def test_every_wrong_member_is_named_where_it_stands():
     body = {"name": 1, "nmae": "x"} | at("1", 91)
-    found = errors(schemas.project, body)
+    found = errors(schemas.PROJECT, body)
     assert set(found) == {"name", "nmae", "location"}
     assert set(found["location"]["coordinates"]) == {0, 1}
 
@@ -111,18 +115,26 @@ def test_every_wrong_member_is_named_where_it_stands():
     ],
 )
 def test_page_and_size_have_defaults(query, page, size):
-    assert schemas.page.load(query) == {"page": page, "size": size}
+    assert schemas.PAGE.load(query) == {"page": page, "size": size}
 
 
-@pytest.mark.parametrize("value", ["-1", "x", "", "1.5", str(2**53), "9" * 5000, "1e3"])
+NO_NUMBERS = ["-1", "x", "", "1.5", "1e3", "0x10", "1_0", "+1", " 1", "1 ", "1\n", "١"]
+NO_NUMBERS += ["²", "①", "9" * 5000]
+
+
+@pytest.mark.parametrize("value", [*NO_NUMBERS, str(2**53)])
 def test_page_is_a_number_from_0(value):
-    assert list(errors(schemas.page, {"page": value})) == ["page"]
+    assert list(errors(schemas.PAGE, {"page": value})) == ["page"]
 
 
-@pytest.mark.parametrize("value", ["-1", "0", "1001", "x", "", "0x10"])
+@pytest.mark.parametrize("value", [*NO_NUMBERS, "0", "1001"])
 def test_size_is_a_number_from_1_to_1000(value):
-    assert list(errors(schemas.page, {"size": value})) == ["size"]
+    assert list(errors(schemas.PAGE, {"size": value})) == ["size"]
+
+
+def test_first_row_of_any_page_is_a_number_that_a_database_takes():
+    assert schemas.MAX_PAGE * schemas.MAX_SIZE < 2**63
 
 
 def test_unknown_query_parameter_is_refused():
-    assert list(errors(schemas.page, {"pgae": "1"})) == ["pgae"]
+    assert list(errors(schemas.PAGE, {"pgae": "1"})) == ["pgae"]

@@ -1,120 +1,222 @@
+"""What a store does, on both engines; at the end, what only the SQLite engine does."""
+
 import fcntl
 import json
 import math
 import os
 import random
 import sqlite3
+import struct
 import threading
+import time
+from contextlib import closing, contextmanager
 
 import pytest
+from conftest import LIMIT, POINT, at_once, on_sqlite
 
 import store as module
-from store import NotFound, Stale, Store, Unavailable
+from store import NotFound, SQLiteStore, Stale, Unavailable
 
-POINT = {"type": "Point", "coordinates": [-122.4410896675, 37.768361565]}
-
-
-@pytest.fixture
-def raw(store, path):
-    """The same file, seen with plain SQL."""
-    connection = sqlite3.connect(path, isolation_level=None)
-    yield connection
-    connection.close()
+MEMBERS = ["id", "name", "created_at", "updated_at", "version", "postal_code"]
 
 
 def read(row):
-    return json.loads(row["document"])
+    return json.loads(row.document)
+
+
+def listed(store, account="ann"):
+    return read(store.list_projects(account, []))
+
+
+def etags(store, account="ann"):
+    """Of the whole list and of a page."""
+    queries = [(), (0, 20)]
+    return [store.list_projects(account, [], *query).etag for query in queries]
+
+
+def is_sqlite(raw):
+    return isinstance(raw, sqlite3.Connection)
+
+
+def plan(raw, select):
+    """How the engine finds the rows, where it has the choice."""
+    if is_sqlite(raw):
+        return str(raw.execute(f"EXPLAIN QUERY PLAN {select}").fetchall())
+    raw.execute("SET enable_seqscan = off")
+    raw.execute("SET enable_bitmapscan = off")
+    return str(raw.execute(f"EXPLAIN {select}").fetchall())
+
+
+def open_files():
+    return sorted(os.listdir("/proc/self/fd"))
+
+
+def assert_waits(work, release):
+    """It goes on waiting until the release, and then ends."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(0.3)
+    assert thread.is_alive()
+    release()
+    thread.join(LIMIT)
+    assert not thread.is_alive()
+
+
+@pytest.fixture
+def park(store):
+    return store.create_project("ann", {"name": "Park"})
 
 
 def test_created_project_holds_its_seven_members_in_order(store):
-    created = read(store.create_project("ann", {"name": "Park", "location": POINT}))
-    assert list(created) == [
-        "id",
-        "name",
-        "created_at",
-        "updated_at",
-        "version",
-        "postal_code",
-        "location",
-    ]
+    project = store.create_project("ann", {"name": "Park", "location": POINT})
+    created = read(project)
+    assert list(created) == [*MEMBERS, "location"]
     assert (created["name"], created["postal_code"]) == ("Park", None)
     assert (created["location"], created["version"]) == (POINT, 1)
     assert created["created_at"] == created["updated_at"]
-    assert len(created["id"]) == 24 and set(created["id"]) <= set("0123456789abcdef")
+    assert (created["id"], project.etag) == (project.id, "1")
+    assert len(project.id) == 24 and set(project.id) <= set("0123456789abcdef")
 
 
 def test_ids_are_not_repeated(store):
-    ids = {store.create_project("ann", {})["id"] for _ in range(50)}
+    ids = {store.create_project("ann", {}).id for _ in range(50)}
     assert len(ids) == 50
 
 
-def test_created_project_is_in_the_file(store, raw):
-    created = read(
-        store.create_project("ann", {"name": "Park", "postal_code": "94117"})
-    )
-    [row] = raw.execute("SELECT id, account, name, postal_code, version FROM project")
-    assert row == (created["id"], "ann", "Park", "94117", 1)
+def test_created_project_is_in_the_database(store, raw):
+    created = store.create_project("ann", {"name": "Park", "postal_code": "94117"})
+    rows = raw.execute("SELECT id, account, name, postal_code, version FROM project")
+    assert rows.fetchall() == [(created.id, "ann", "Park", "94117", 1)]
 
 
-def test_times_are_epoch_milliseconds_of_the_clock(path):
-    store = Store(path, clock=lambda: 1_700_000_000.123)
+def test_times_are_epoch_milliseconds_of_the_clock(open_store):
+    store = open_store(clock=lambda: 1_700_000_000.123)
     assert read(store.create_project("ann", {}))["created_at"] == 1_700_000_000_123
 
 
 def test_project_comes_back_as_it_was_stored(store):
     created = store.create_project("ann", {"name": "Park", "location": POINT})
-    assert tuple(store.get_project("ann", created["id"])) == tuple(created)
+    assert store.get_project("ann", created.id) == created
+
+
+def check_bytes(store, **members):
+    """Whatever returns the Project holds exactly these members, as compact JSON."""
+    created = store.create_project("ann", members)
+    project = read(created) | members
+    document = as_json(project)
+    wrapped = {"projectList": [project], "page": 0, "size": 1, "total": 1}
+    assert created.document == document
+    assert store.get_project("ann", created.id).document == document
+    assert store.list_projects("ann", []).document == as_json([project])
+    assert store.list_projects("ann", [], 0, 1).document == as_json(wrapped)
+    updated = store.update_project("ann", created.id, members, None)
+    later = {"updated_at": read(updated)["updated_at"], "version": 2}
+    assert updated.document == as_json(project | later)
+    store.delete_project("ann", created.id, None)
+
+
+def as_json(value):
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+# PostgreSQL keeps no U+0000, and UTF-8 no surrogates.
+CHARACTERS = [chr(c) for c in range(1, 0x110000) if not 0xD800 <= c <= 0xDFFF]
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "a\0b", '"\\/\b\f\n\r\t', "\x7f\u2028\ufeff\uffff", "Grüße 😀", "\x01" * 50],
+    "text", ["", '"\\/\b\f\n\r\t', "\x7f\u2028\ufeff\uffff", "Grüße 😀", "\x01" * 50]
 )
-def test_every_character_survives(store, text):
-    created = store.create_project("ann", {"name": text})
-    assert read(store.get_project("ann", created["id"]))["name"] == text
+def test_every_text_is_kept_to_the_byte(store, text):
+    check_bytes(store, name=text, postal_code=text[::-1])
 
 
-def test_every_double_survives(store):
-    doubles = [random.Random(1).uniform(-90, 90) for _ in range(500)]
-    doubles += [0.1, -0.0, 5e-324, 1e-7, 2.2250738585072014e-308, math.nextafter(90, 0)]
-    for double in doubles:
-        point = {"type": "Point", "coordinates": [double, double]}
-        created = read(store.create_project("ann", {"location": point}))
-        assert repr(created["location"]["coordinates"]) == repr([double, double])
+def test_every_character_is_kept_to_the_byte(store):
+    check_bytes(store, name="".join(CHARACTERS[:12_287]), postal_code=None)
 
 
-@pytest.mark.parametrize("account, id", [("bob", None), ("ann", "0" * 24), ("ann", "")])
-def test_project_of_another_account_is_not_found(store, account, id):
-    id = id if id is not None else store.create_project("ann", {})["id"]
+def test_random_unicode_is_kept_to_the_byte(store):
+    choose = random.Random(1).choices
+    for length in range(1, 100):
+        name, code = ("".join(choose(CHARACTERS, k=length)) for _ in range(2))
+        check_bytes(store, name=name, postal_code=code)
+
+
+def test_every_double_is_kept_to_the_byte(store):
+    source = random.Random(1)
+    doubles = [source.uniform(-180, 180) for _ in range(500)]
+    doubles += struct.unpack("<500d", source.randbytes(4000))
+    doubles += [0.1, -0.0, 5e-324, 1e-7, 2.2250738585072014e-308, 1e16, 1e22, 10.0, 10]
+    doubles += [math.nextafter(90, 0), math.ulp(1), 2.0**53 + 2, 1.7976931348623157e308]
+    finite = [double for double in doubles if math.isfinite(double)]
+    check_bytes(store, location={"type": "Point", "coordinates": finite})
+
+
+@pytest.mark.parametrize(
+    "account, id",
+    [
+        ("bob", "{}"),
+        ("ANN", "{}"),
+        ("a%", "{}"),
+        ("an_", "{}"),
+        ("", "{}"),
+        ("ann", "{0[0]}%"),
+        ("ann", "%"),
+        ("ann", "_" * 24),
+        ("ann", "{} "),
+        ("ann", "0" * 24),
+        ("ann", ""),
+        ("ann", "a\0b"),
+    ],
+)
+def test_project_of_another_account_or_id_is_not_found(store, account, id):
+    created = store.create_project("ann", {})
+    store.create_project(account, {})
+    id = id.format(created.id)
     with pytest.raises(NotFound):
         store.get_project(account, id)
     with pytest.raises(NotFound):
         store.update_project(account, id, {"name": "Mine"}, None)
     with pytest.raises(NotFound):
         store.delete_project(account, id, ["1"])
+    assert store.get_project("ann", created.id) == created
+
+
+def test_id_in_upper_case_is_not_found(store):
+    id = store.create_project("ann", {}, key="so the id holds letters").id
+    assert id != id.upper()
+    with pytest.raises(NotFound):
+        store.get_project("ann", id.upper())
+    with pytest.raises(NotFound):
+        store.update_project("ann", id.upper(), {}, None)
+    with pytest.raises(NotFound):
+        store.delete_project("ann", id.upper(), None)
 
 
 def test_update_changes_only_what_is_given(store):
     members = {"name": "Park", "postal_code": "94117", "location": POINT}
+    other = store.create_project("ann", members)
     before = read(store.create_project("ann", members))
     after = read(store.update_project("ann", before["id"], {"name": None}, None))
-    assert after == before | {
-        "name": None,
-        "version": 2,
-        "updated_at": after["updated_at"],
-    }
+    changed = {"name": None, "version": 2, "updated_at": after["updated_at"]}
+    assert after == before | changed
     assert read(store.get_project("ann", before["id"])) == after
+    assert store.get_project("ann", other.id) == other
+
+
+def test_location_can_be_cleared(store):
+    id = store.create_project("ann", {"location": POINT}).id
+    cleared = store.update_project("ann", id, {"location": None}, None)
+    assert read(cleared)["location"] is None
 
 
 def test_update_of_nothing_is_an_update(store):
-    id = store.create_project("ann", {})["id"]
-    assert store.update_project("ann", id, {}, None)["etag"] == "2"
+    id = store.create_project("ann", {}).id
+    assert store.update_project("ann", id, {}, None).etag == "2"
 
 
-def test_updated_at_follows_the_clock_but_never_back(path):
+def test_updated_at_follows_the_clock_but_never_back(open_store):
     times = [1000.0, 2000.0, 1500.0]
-    store = Store(path, clock=lambda: times[0])
+    store = open_store(clock=lambda: times[0])
     project = read(store.create_project("ann", {}))
     seen = [project["updated_at"]]
     while times[1:]:
@@ -124,63 +226,124 @@ def test_updated_at_follows_the_clock_but_never_back(path):
     assert seen == [1_000_000, 2_000_000, 2_000_000]
 
 
-@pytest.mark.parametrize("etags", [["2"], [], ["01"], ["1 "], ["x", "0"]])
+@pytest.mark.parametrize("etags", [["2"], [], ["01"], ["1 "], ["x", "0"], ["%", ""]])
 def test_unexpected_version_changes_nothing(store, etags):
-    id = store.create_project("ann", {"name": "Park"})["id"]
+    created = store.create_project("ann", {"name": "Park"})
     with pytest.raises(Stale):
-        store.update_project("ann", id, {"name": "Wood"}, etags)
+        store.update_project("ann", created.id, {"name": "Wood"}, etags)
     with pytest.raises(Stale):
-        store.delete_project("ann", id, etags)
-    found = read(store.get_project("ann", id))
-    assert (found["name"], found["version"]) == ("Park", 1)
+        store.delete_project("ann", created.id, etags)
+    assert store.get_project("ann", created.id) == created
 
 
 def test_one_of_the_expected_versions_is_enough(store):
-    id = store.create_project("ann", {})["id"]
-    assert store.update_project("ann", id, {}, ["7", "1"])["etag"] == "2"
+    id = store.create_project("ann", {}).id
+    assert store.update_project("ann", id, {}, ["7", "1"]).etag == "2"
     store.delete_project("ann", id, ["2"])
     with pytest.raises(NotFound):
         store.get_project("ann", id)
 
 
 def test_delete_takes_along_what_belongs_to_the_project(store, raw):
-    ids = [store.create_project("ann", {})["id"] for _ in range(2)]
-    raw.execute(
-        "INSERT INTO part SELECT 'part of ' || id, id, 'region' FROM project",
-    )
+    ids = [store.create_project("ann", {}).id for _ in range(2)]
+    raw.execute("INSERT INTO part SELECT 'part of ' || id, id, 'region' FROM project")
     store.delete_project("ann", ids[0], None)
-    assert raw.execute("SELECT id FROM part").fetchall() == [(f"part of {ids[1]}",)]
+    parts = raw.execute("SELECT id FROM part").fetchall()
+    assert parts == [(f"part of {ids[1]}",)]
 
 
-def test_cascade_searches_by_index(store, raw):
-    plan = raw.execute("EXPLAIN QUERY PLAN SELECT * FROM part WHERE project = 1")
-    assert "USING INDEX part_project" in plan.fetchall()[0][3]
+@pytest.mark.parametrize(
+    "select, index",
+    [
+        ("SELECT id FROM part WHERE project = ''", "part_project"),
+        ("SELECT account FROM token WHERE digest = ''", "token"),
+        ("SELECT name FROM project WHERE id = ''", "project"),
+        ("SELECT * FROM project WHERE account = '' ORDER BY seq", "project"),
+    ],
+)
+def test_rows_are_found_and_ordered_by_an_index(store, raw, select, index):
+    steps = plan(raw, select)
+    assert index in steps
+    for step in ("SCAN", "Seq Scan", "TEMP B-TREE", "Sort"):
+        assert step not in steps
+
+
+def test_key_of_the_table_is_the_order_of_a_list(store, raw):
+    select = """SELECT column_name FROM information_schema.key_column_usage
+        WHERE constraint_name = 'project_pkey' ORDER BY ordinal_position"""
+    if is_sqlite(raw):
+        select = "SELECT name FROM pragma_table_info('project') WHERE pk ORDER BY pk"
+    assert raw.execute(select).fetchall() == [("account",), ("seq",)]
+
+
+def test_same_key_makes_one_project(store):
+    first = store.create_project("ann", {"name": "Park"}, key="k")
+    before = etags(store)
+    assert store.create_project("ann", {"name": "Wood"}, key="k") == first
+    assert etags(store) == before
+    changed = store.update_project("ann", first.id, {"name": "Lake"}, None)
+    assert store.create_project("ann", {}, key="k") == changed
+    assert len(listed(store)) == 1
+
+
+def test_other_keys_accounts_and_none_make_other_projects(store):
+    calls = [("ann", "k"), ("ann", "K"), ("bob", "k"), ("an", "nk"), ("annk", "")]
+
+    def create(number):
+        account, key = calls[number]
+        return store.create_project(account, {}, key).id
+
+    ids = set(at_once(create, len(calls)))
+    assert len(ids) == len(calls)
+    assert all(len(id) == 24 and set(id) <= set("0123456789abcdef") for id in ids)
+
+
+def test_key_of_a_deleted_project_makes_a_new_one_with_its_id(store):
+    id = store.create_project("ann", {"name": "Park"}, key="k").id
+    store.update_project("ann", id, {}, None)
+    store.delete_project("ann", id, None)
+    again = store.create_project("ann", {"name": "Wood"}, key="k")
+    assert (again.id, again.etag, read(again)["name"]) == (id, "1", "Wood")
+
+
+def test_same_key_at_once_makes_one_project(store, park, lock, raw):
+    results = []
+
+    def create(number):
+        return store.create_project("ann", {"name": str(number)}, key="k")
+
+    lock()  # until all have begun
+    assert_waits(
+        lambda: results.extend(at_once(create)), lambda: raw.execute("ROLLBACK")
+    )
+    assert results == [results[0]] * 8
+    assert listed(store) == [read(park), read(results[0])]
 
 
 def test_list_is_in_order_of_creation_and_of_one_account(store):
     names = ["c", "a", "b"]
     for name in names:
         store.create_project("ann", {"name": name})
-        store.create_project("bob", {"name": "other"})
+        store.create_project("ANN", {"name": "other"})
     store.update_project("ann", listed(store)[0]["id"], {}, None)
     assert [project["name"] for project in listed(store)] == names
-    assert read(store.list_projects("eve", [])) == []
+    for stranger in ("eve", "a%", "Ann", "", "an_"):
+        assert listed(store, stranger) == []
+        page = read(store.list_projects(stranger, [], 0, 20))
+        assert (page["projectList"], page["total"]) == ([], 0)
 
 
-def listed(store):
-    return read(store.list_projects("ann", []))
+def test_order_of_creation_outlives_a_delete(store):
+    first = store.create_project("ann", {"name": "1"}).id
+    store.create_project("ann", {"name": "2"})
+    store.delete_project("ann", first, None)
+    store.create_project("ann", {"name": "3"})
+    assert [project["name"] for project in listed(store)] == ["2", "3"]
 
 
 def test_listed_projects_are_the_single_ones(store):
-    ids = [store.create_project("ann", {"location": POINT})["id"] for _ in range(3)]
+    ids = [store.create_project("ann", {"location": POINT}).id for _ in range(3)]
     assert listed(store) == [read(store.get_project("ann", id)) for id in ids]
-
-
-def test_list_is_one_range_of_the_table(store, raw):
-    plan = raw.execute(
-        f"EXPLAIN QUERY PLAN {module.OWN}", {"account": "ann"}
-    ).fetchall()
-    assert [row[3] for row in plan] == ["SEARCH project USING PRIMARY KEY (account=?)"]
 
 
 def test_pages_part_the_list(store):
@@ -189,10 +352,17 @@ def test_pages_part_the_list(store):
     pages = [read(store.list_projects("ann", [], page, 2)) for page in range(4)]
     names = [[project["name"] for project in page["projectList"]] for page in pages]
     assert names == [["0", "1"], ["2", "3"], ["4"], []]
-    assert [(p["page"], p["size"], p["total"]) for p in pages] == [
-        (page, 2, 5) for page in range(4)
-    ]
-    assert list(pages[0]) == ["projectList", "page", "size", "total"]
+    for number, page in enumerate(pages):
+        assert list(page) == ["projectList", "page", "size", "total"]
+        assert (page["page"], page["size"], page["total"]) == (number, 2, 5)
+
+
+def test_total_counts_the_projects_that_the_account_has(store):
+    first = store.create_project("ann", {}).id
+    for account in ("ann", "ann", "bob", "bob", "bob"):
+        store.create_project(account, {})
+    store.delete_project("ann", first, None)
+    assert read(store.list_projects("ann", [], 0, 1))["total"] == 2
 
 
 def test_page_far_beyond_the_end_is_empty(store):
@@ -202,72 +372,105 @@ def test_page_far_beyond_the_end_is_empty(store):
 
 
 def test_list_etag_changes_with_each_change_and_never_returns(store):
-    def etags():
-        lists = [store.list_projects("ann", []), store.list_projects("ann", [], 0, 20)]
-        return [row["etag"] for row in lists]
+    seen = etags(store)
+    for name in ("Park", "Park"):
+        id = store.create_project("ann", {"name": name}).id
+        seen += etags(store)
+        other = store.create_project("ann", {"name": name}).id
+        seen += etags(store)
+        for name in ("Wood", "Park"):
+            store.update_project("ann", id, {"name": name}, None)
+            seen += etags(store)
+        for each in (other, id):
+            store.delete_project("ann", each, None)
+            seen += etags(store)
+    assert etags(store) == seen[-2:]
+    assert len(set(seen)) == len(seen) == 26
 
-    seen = [etags()]
-    id = store.create_project("ann", {"name": "Park"})["id"]
-    seen.append(etags())
-    for name in ("Wood", "Park"):
-        store.update_project("ann", id, {"name": name}, None)
-        seen.append(etags())
-    store.delete_project("ann", id, None)
-    seen.append(etags())
-    assert etags() == seen[-1]
-    assert len({etag for pair in seen for etag in pair}) == 2 * len(seen)
 
+def test_list_etag_does_not_return_after_a_restored_backup(store, raw):
+    def change():
+        id = store.create_project("ann", {"name": "Park"}).id
+        seen = etags(store)
+        store.update_project("ann", id, {}, None)
+        seen += etags(store)
+        store.delete_project("ann", id, None)
+        return seen + etags(store)
 
-def test_list_etag_does_not_return_after_a_restored_backup(store, raw, path):
-    id = store.create_project("ann", {"name": "Park"})["id"]
-    with sqlite3.connect(":memory:") as backup:
-        raw.backup(backup)
-        store.update_project("ann", id, {"name": "Wood"}, None)
-        lost = store.list_projects("ann", [])["etag"]
-        backup.backup(raw)
-    backup.close()
-    store.update_project("ann", id, {"name": "Lake"}, None)
-    assert store.list_projects("ann", [])["etag"] != lost
+    store.create_project("ann", {})
+    backup = {  # in this order, since a trigger changes the account
+        table: raw.execute(f"SELECT * FROM {table}").fetchall()
+        for table in ("project", "account")
+    }
+    lost = change()
+    for table, [row] in backup.items():
+        raw.execute(f"DELETE FROM {table}")
+        marks = ", ".join(["?" if is_sqlite(raw) else "%s"] * len(row))
+        raw.execute(f"INSERT INTO {table} VALUES ({marks})", row)
+    assert not set(change()) & set(lost)
 
 
 def test_list_etag_ignores_other_accounts_and_refused_changes(store):
-    id = store.create_project("ann", {})["id"]
-    etag = store.list_projects("ann", [])["etag"]
-    other = store.create_project("bob", {})["id"]
-    store.update_project("bob", other, {}, None)
-    store.delete_project("bob", other, None)
+    strangers = ("eve", "%", "b_b", "BOB")
+    empty = [etags(store, stranger) for stranger in strangers]
+    id = store.create_project("ann", {}).id
+    before = etags(store)
+
+    def check():
+        assert etags(store) == before
+        assert [etags(store, stranger) for stranger in strangers] == empty
+
+    check()
+    for account in ("bob", "ANN", "an_"):
+        other = store.create_project(account, {}).id
+        check()
+        store.update_project(account, other, {}, None)
+        check()
+        with pytest.raises(NotFound):
+            store.update_project(account, id, {}, None)
+        with pytest.raises(NotFound):
+            store.delete_project(account, id, None)
+        store.delete_project(account, other, None)
+        check()
     with pytest.raises(Stale):
         store.update_project("ann", id, {}, ["9"])
-    assert store.list_projects("ann", [])["etag"] == etag
+    with pytest.raises(Stale):
+        store.delete_project("ann", id, ["9"])
+    check()
 
 
 def test_known_list_is_not_rendered(store):
     for _ in range(3):
         store.create_project("ann", {})
-    etag = store.list_projects("ann", [])["etag"]
-    assert tuple(store.list_projects("ann", ["x", etag])) == (etag, None)
-    page = store.list_projects("ann", [etag], 0, 20)
-    assert page["document"] is not None
-    assert store.list_projects("ann", [page["etag"]], 0, 20)["document"] is None
+    queries = [(), (0, 20), (0, 1), (1, 1), (1, 20)]
+    known = [store.list_projects("ann", [], *query).etag for query in queries]
+    assert len(set(known)) == len(known)
+    for query, etag in zip(queries, known, strict=True):
+        assert store.list_projects("ann", ["x", etag], *query) == (etag, None)
+        others = [other for other in known if other != etag]
+        assert store.list_projects("ann", others, *query).document is not None
 
 
 def test_token_acts_for_its_account_until_it_is_revoked(store):
     store.add_token("ann", b"1")
     store.add_token("bob", b"2")
-    assert [store.find_account(digest) for digest in (b"1", b"2", b"3")] == [
-        "ann",
-        "bob",
-        None,
-    ]
+    found = [store.find_account(digest) for digest in (b"1", b"2", b"3", b"")]
+    assert found == ["ann", "bob", None, None]
     assert store.revoke_token(1)
     assert store.find_account(b"1") is None
     assert store.find_account(b"2") == "bob"
     assert not store.revoke_token(1)
 
 
-def test_token_expires_to_the_millisecond(path):
+def test_unknown_token_is_nobodys_while_others_expire_or_last(store):
+    store.add_token("ann", b"1")
+    store.add_token("bob", b"2", days=1)
+    assert store.find_account(b"3") is None
+
+
+def test_token_expires_to_the_millisecond(open_store):
     times = [1_000_000.0]
-    store = Store(path, clock=lambda: times[0])
+    store = open_store(clock=lambda: times[0])
     store.add_token("ann", b"1", days=2)
     times[0] += 2 * 86400 - 0.001
     assert store.find_account(b"1") == "ann"
@@ -279,218 +482,322 @@ def test_id_of_a_revoked_token_is_not_given_again(store):
     store.add_token("ann", b"1")
     store.revoke_token(1)
     store.add_token("ann", b"2")
-    assert [row["id"] for row in store.list_tokens()] == [2]
+    assert [id for id, *_ in store.list_tokens()] == [2]
 
 
-def test_listed_tokens_show_times_as_text(path):
-    store = Store(path, clock=lambda: 1_700_000_000)
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """A machine whose local time is nine hours ahead."""
+    with monkeypatch.context() as environment:
+        for name in ("TZ", "PGTZ"):
+            environment.setenv(name, "JST-9")
+        time.tzset()
+        yield
+    time.tzset()
+
+
+def test_listed_tokens_show_times_in_utc(elsewhere, open_store):
+    store = open_store(clock=lambda: 1_700_000_000)
     store.add_token("ann", b"1")
     store.add_token("bob", b"2", days=30)
-    assert [tuple(row) for row in store.list_tokens()] == [
+    store.add_token("ann", b"3")
+    assert store.list_tokens() == [
         (1, "2023-11-14 22:13", "never", "ann"),
         (2, "2023-11-14 22:13", "2023-12-14 22:13", "bob"),
+        (3, "2023-11-14 22:13", "never", "ann"),
     ]
 
 
-def test_file_is_durable_and_private(store, path, raw):
-    assert raw.execute("PRAGMA journal_mode").fetchall() == [("wal",)]
-    [(synchronous,)] = store._read("PRAGMA synchronous", {})
-    assert synchronous == 2  # FULL
-    assert os.stat(path).st_mode & 0o077 == 0
-    assert raw.execute("PRAGMA user_version").fetchall() == [(module.LAYOUT,)]
+def test_data_outlive_the_store(store, open_store):
+    created = store.create_project("ann", {"name": "Park"})
+    store.close()
+    assert open_store().get_project("ann", created.id) == created
 
 
-def test_data_outlive_the_store(path):
-    id = Store(path).create_project("ann", {"name": "Park"})["id"]
-    assert read(Store(path).get_project("ann", id))["name"] == "Park"
-
-
-def test_restored_copy_without_wal_becomes_durable_again(store, raw, tmp_path):
-    store.create_project("ann", {})
-    copy = str(tmp_path / "copy.db")
-    raw.execute("VACUUM INTO ?", [copy])
-    assert len(listed(Store(copy))) == 1
-    connection = sqlite3.connect(copy)
-    assert connection.execute("PRAGMA journal_mode").fetchall() == [("wal",)]
-    connection.close()
-
-
-def test_no_file_is_open_before_the_first_use(path):
+def test_connection_is_opened_at_the_first_use_and_kept_until_close(open_store):
     before = open_files()
-    store = Store(path)
+    store = open_store()
     assert open_files() == before
     store.list_tokens()
-    assert open_files() != before
-    del store
+    opened = open_files()
+    assert opened != before
+    for _ in range(10):
+        store.create_project("ann", {})
+        store.list_projects("ann", [])
+    assert open_files() == opened
+    store.close()
     assert open_files() == before
 
 
-def open_files():
-    return sorted(os.listdir("/proc/self/fd"))
+DEFECTS = {
+    "constraint": lambda store: store.add_token("ann", b"1"),
+    "type": lambda store: store.add_token("ann", 5),
+    "syntax": lambda store: store.update_project("ann", "", {"a b": ""}, None),
+    "column": lambda store: store.update_project("ann", "", {"nmae": ""}, None),
+}
 
 
-def test_path_is_fixed_when_it_is_opened(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    store = Store("here.db")
-    monkeypatch.chdir("/")
+@pytest.mark.parametrize("defect", DEFECTS.values(), ids=DEFECTS)
+def test_defect_is_no_outage_and_its_connection_is_not_used_again(open_store, defect):
+    before = open_files()
+    store = open_store()
+    store.add_token("ann", b"1")
+    with pytest.raises(Exception) as caught:
+        defect(store)
+    assert not isinstance(caught.value, (Unavailable, NotFound))
+    assert open_files() == before
+    assert store.find_account(b"1") == "ann"
+
+
+def test_threads_lose_no_update(store):
+    id = store.create_project("ann", {}).id
+    updated = at_once(lambda _: store.update_project("ann", id, {}, None).etag, 16)
+    assert sorted(map(int, updated)) == list(range(2, 18))
+
+
+def test_one_of_many_conditional_updates_wins(store):
+    id = store.create_project("ann", {}).id
+
+    def update(_):
+        return store.update_project("ann", id, {}, ["1"]).etag
+
+    results = at_once(update, 16, errors=Stale)
+    assert results.count("2") == 1
+    assert sum(isinstance(result, Stale) for result in results) == 15
+
+
+def test_stores_may_open_at_once_on_an_empty_database(open_store):
+    created = at_once(lambda _: open_store().create_project("ann", {}).etag, 12)
+    assert created == ["1"] * 12
+    assert len(listed(open_store())) == 12
+
+
+@contextmanager
+def hold_queue(database):
+    """Holds what stores wait for that create tables, until the end or a call."""
+    if database.startswith("postgresql://"):
+        import psycopg
+
+        with psycopg.connect(database, autocommit=True) as queue:
+            queue.execute(f"SELECT pg_advisory_lock({0x67617264})")
+            yield queue.close
+    else:
+        with open(f"{database}-lock", "w") as queue:
+            fcntl.flock(queue, fcntl.LOCK_SH)  # which only an exclusive lock waits for
+            yield queue.close
+
+
+def test_stores_queue_to_create_the_tables(database, open_store):
+    with hold_queue(database) as release:
+        assert_waits(lambda: at_once(lambda _: open_store(), 4), release)
+    store = open_store()
     store.create_project("ann", {})
     assert len(listed(store)) == 1
 
 
+def test_foreign_lock_stops_writers_and_no_reader(store, park, lock, raw):
+    def create(_):
+        started = time.monotonic()
+        with pytest.raises(Unavailable):
+            store.create_project("ann", {})
+        return time.monotonic() - started
+
+    lock()
+    assert max(at_once(create, 3)) < 6
+    assert store.get_project("ann", park.id) == park
+    assert len(listed(store)) == 1
+    raw.execute("ROLLBACK")
+    store.create_project("ann", {})
+    assert len(listed(store)) == 2
+
+
+def test_writer_waits_for_a_short_foreign_lock(store, park, lock, raw):
+    lock()
+    assert_waits(
+        lambda: store.create_project("ann", {}), lambda: raw.execute("ROLLBACK")
+    )
+    assert len(listed(store)) == 2
+
+
+def has_another_layout(raw):
+    if is_sqlite(raw):
+        raw.execute("PRAGMA user_version = 2")
+    else:
+        comment = "Gardening Project Service, layout 2"
+        raw.execute(f"COMMENT ON TABLE project IS '{comment}'")
+
+
+def is_marked_by_another_program(raw):
+    if is_sqlite(raw):
+        raw.execute("PRAGMA application_id = 1")
+    else:
+        raw.execute("COMMENT ON TABLE project IS 'layout 1'")
+
+
+@pytest.mark.parametrize("mark", [has_another_layout, is_marked_by_another_program])
+def test_database_of_another_program_or_release_is_refused(open_store, raw, mark):
+    open_store()
+    mark(raw)
+    with pytest.raises(Unavailable, match="made by another program or a newer release"):
+        open_store()
+
+
+def test_database_with_foreign_tables_is_left_alone(open_store, raw):
+    raw.execute("CREATE TABLE theirs (id int)")
+    if is_sqlite(raw):
+        raw.execute("PRAGMA user_version = 1")  # that of many a program
+        count = "SELECT count(*) FROM sqlite_schema"
+    else:
+        count = "SELECT count(*) FROM pg_tables WHERE schemaname = 'public'"
+    with pytest.raises(Unavailable, match="made by another program or a newer release"):
+        open_store()
+    assert raw.execute(count).fetchall() == [(1,)]
+
+
+def test_layout_is_marked_in_the_database(store, raw):
+    if is_sqlite(raw):
+        assert raw.execute("PRAGMA application_id").fetchall() == [(0x67617264,)]
+        assert raw.execute("PRAGMA user_version").fetchall() == [(1,)]
+    else:
+        mark = "SELECT obj_description('project'::regclass, 'pg_class')"
+        layout = "Gardening Project Service, layout 1"
+        assert raw.execute(mark).fetchall() == [(layout,)]
+
+
+@on_sqlite
+def test_file_is_durable_and_private(store, path, raw):
+    store.create_project("ann", {})
+    assert raw.execute("PRAGMA journal_mode").fetchall() == [("wal",)]
+    for suffix in ("", "-lock", "-wal"):
+        assert os.stat(path + suffix).st_mode & 0o777 == 0o600
+
+
+@on_sqlite
+def test_restored_copy_without_wal_becomes_durable_again(store, raw, tmp_path):
+    store.create_project("ann", {})
+    copy = str(tmp_path / "copy.db")
+    raw.execute("VACUUM INTO ?", [copy])
+    with closing(SQLiteStore(copy)) as restored:
+        assert len(listed(restored)) == 1
+    with closing(sqlite3.connect(copy)) as connection:
+        assert connection.execute("PRAGMA journal_mode").fetchall() == [("wal",)]
+
+
+def test_path_is_fixed_when_it_is_opened(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with closing(SQLiteStore("here.db")) as store:
+        monkeypatch.chdir("/")
+        store.create_project("ann", {})
+        assert len(listed(store)) == 1
+
+
 @pytest.mark.parametrize("name", ["odd ?%20#&.db", "grün.db", "file:x?mode=ro"])
 def test_path_may_hold_any_character(tmp_path, name):
-    Store(str(tmp_path / name)).create_project("ann", {})
+    with closing(SQLiteStore(str(tmp_path / name))) as store:
+        store.create_project("ann", {})
     assert (tmp_path / name).stat().st_size > 0
 
 
 def test_memory_is_shared_by_threads_and_by_nobody_else(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    store, other = Store(":memory:"), Store(":memory:")
-    in_threads(lambda: [store.create_project("ann", {}) for _ in range(20)], 8)
-    assert len(listed(store)) == 160
-    assert listed(other) == []
+    with closing(SQLiteStore(":memory:")) as store:
+        at_once(lambda _: [store.create_project("ann", {}) for _ in range(20)])
+        assert len(listed(store)) == 160
+        with closing(SQLiteStore(":memory:")) as other:
+            assert listed(other) == []
     assert list(tmp_path.iterdir()) == []
 
 
-def in_threads(work, count):
-    """Run `work` in so many threads at once; what it returns, or the error it raises."""
-    results, barrier = [], threading.Barrier(count)
-
-    def run():
-        barrier.wait()
-        try:
-            results.append(work())
-        except (Stale, Unavailable) as error:
-            results.append(error)
-
-    threads = [threading.Thread(target=run) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
-
-
-def test_threads_lose_no_update(store):
-    id = store.create_project("ann", {})["id"]
-    results = in_threads(lambda: store.update_project("ann", id, {}, None)["etag"], 16)
-    assert sorted(map(int, results)) == list(range(2, 18))
-
-
-def test_one_of_many_conditional_updates_wins(store):
-    id = store.create_project("ann", {})["id"]
-    results = in_threads(lambda: store.update_project("ann", id, {}, ["1"])["etag"], 16)
-    assert results.count("2") == 1
-    assert sum(isinstance(result, Stale) for result in results) == 15
-
-
-def test_threads_may_start_at_once_on_a_missing_file(path):
-    results = in_threads(lambda: Store(path).create_project("ann", {})["etag"], 12)
-    assert results == ["1"] * 12
-    assert len(listed(Store(path))) == 12
-
-
-def not_a_database(path):
-    with open(path, "w") as file:
-        file.write("This is no database. " * 100)
-
-
-def foreign(path):
-    with sqlite3.connect(path) as connection:
-        connection.execute("CREATE TABLE theirs (id)")
-    connection.close()
-
-
-def newer(path):
-    Store(path)
-    with sqlite3.connect(path) as connection:
-        connection.execute(f"PRAGMA user_version = {module.LAYOUT + 1}")
-    connection.close()
-
-
-@pytest.mark.parametrize("make", [not_a_database, foreign, newer])
-def test_unusable_file_is_refused_and_left_as_it_is(path, make):
-    make(path)
-    with open(path, "rb") as file:
-        before = file.read()
-    with pytest.raises(OSError, match=path):
-        Store(path)
-    with open(path, "rb") as file:
-        assert file.read() == before
-
-
-@pytest.mark.parametrize("path", ["/", "/no/such/folder/x.db", "/dev/null/x.db"])
-def test_impossible_path_is_refused(path):
-    with pytest.raises(OSError, match=path):
-        Store(path)
-
-
-@pytest.fixture
-def locked(store, raw):
-    """A database on which another program holds the write lock."""
-    store.create_project("ann", {"name": "Park"})
-    raw.execute("BEGIN IMMEDIATE")
-    return raw
-
-
-def test_foreign_lock_stops_writers_and_no_reader(store, locked):
-    results = in_threads(lambda: store.create_project("ann", {}), 3)
-    assert all(isinstance(result, Unavailable) for result in results)
-    assert len(listed(store)) == 1
-    locked.execute("ROLLBACK")
-    store.create_project("ann", {})
+@on_sqlite
+def test_writers_queue_in_the_lock_file(store, park, path):
+    with hold_queue(path) as release:
+        assert_waits(lambda: store.create_project("ann", {}), release)
     assert len(listed(store)) == 2
 
 
-def test_writers_queue_in_the_lock_file(store, path):
+@on_sqlite
+def test_stuck_queue_is_waited_for_once_and_then_looked_at(store, park, path):
+    def create(_=None):
+        started = time.monotonic()
+        with pytest.raises(
+            Unavailable, match=r"(still locked|other writers take too long): "
+        ):
+            store.create_project("ann", {})
+        return time.monotonic() - started
+
+    with hold_queue(path):
+        for seconds in at_once(create, 3):
+            assert module.PATIENCE <= seconds < 2 * module.PATIENCE
+        assert max(at_once(create, 3)) < 1
+        assert store.get_project("ann", park.id) == park
     store.create_project("ann", {})
-    writer = threading.Thread(target=store.create_project, args=("ann", {}))
+    with hold_queue(path) as release:  # that success gave the patience back
+        assert_waits(lambda: store.create_project("ann", {}), release)
+    assert len(listed(store)) == 3
+
+
+@on_sqlite
+def test_folder_in_the_place_of_the_queue_stops_writers(store, park, path):
+    os.rename(f"{path}-lock", f"{path}-away")
+    os.mkdir(f"{path}-lock")
+    with pytest.raises(Unavailable, match=f"^Is a directory: {path}-lock$"):
+        store.create_project("ann", {})
+    assert store.get_project("ann", park.id) == park
+    os.rmdir(f"{path}-lock")
+    store.create_project("ann", {})
+
+
+@on_sqlite
+def test_store_opens_while_a_writer_is_stuck(store, park, path):
     with open(f"{path}-lock") as queue:
         fcntl.flock(queue, fcntl.LOCK_EX)
-        writer.start()
-        while writer.is_alive() and not is_waited_for(queue):
-            pass
-        assert writer.is_alive()
-    writer.join()
-    assert len(listed(store)) == 2
-    [(timeout,)] = store._read("PRAGMA busy_timeout", {})
-    assert timeout == module.BUSY_TIMEOUT * 1000
+        assert SQLiteStore(path).get_project("ann", park.id) == park
 
 
-def is_waited_for(file):
-    inode = f":{os.fstat(file.fileno()).st_ino} "
-    with open("/proc/locks") as locks:
-        return any("->" in line and inode in line for line in locks)
+def test_file_that_is_no_database_is_refused_and_left_as_it_is(tmp_path, path):
+    content = b"This is no database. " * 100
+    (tmp_path / "gardening.db").write_bytes(content)
+    with pytest.raises(Unavailable, match=f"^file is not a database: {path}$"):
+        SQLiteStore(path)
+    assert (tmp_path / "gardening.db").read_bytes() == content
 
 
-def test_writer_waits_for_a_short_foreign_lock(store, locked):
-    waiting = threading.Thread(target=store.create_project, args=("ann", {}))
-    waiting.start()
-    locked.execute("COMMIT")
-    waiting.join()
-    assert len(listed(store)) == 2
+@pytest.mark.parametrize(
+    "path, reason",
+    [
+        ("/", "unable to open database file"),
+        ("/no/such/folder/x.db", "No such file or directory"),
+        ("/dev/null/x.db", "Not a directory"),
+    ],
+)
+def test_impossible_path_is_refused(path, reason):
+    with pytest.raises(Unavailable, match=f"^{reason}: {path}$"):
+        SQLiteStore(path)
 
 
-def test_lost_file_is_unavailable_and_not_replaced(store, path):
-    store.create_project("ann", {})
-    store = Store(path)
-    os.rename(path, path + ".away")
-    with pytest.raises(Unavailable):
-        store.list_projects("ann", [])
+@on_sqlite
+def test_lost_file_is_unavailable_and_not_replaced(store, park, path):
+    store.close()
+    os.rename(path, f"{path}-away")
+    with pytest.raises(Unavailable, match=f"^unable to open database file: {path}$"):
+        store.get_project("ann", park.id)
     assert not os.path.exists(path)
-    os.rename(path + ".away", path)
-    assert len(listed(store)) == 1
+    os.rename(f"{path}-away", path)
+    assert store.get_project("ann", park.id) == park
 
 
-def test_damaged_file_is_unavailable_until_it_is_mended(store, path):
-    store.create_project("ann", {"name": "Park"})
-    store = Store(path)
-    with open(path, "rb") as file:
+@on_sqlite
+def test_damaged_file_is_unavailable_until_it_is_mended(store, park, path):
+    store.close()
+    with open(path, "r+b") as file:
         good = file.read()
-    with open(path, "r+b") as file:
+        file.seek(0)
         file.write(b"x" * len(good))
-    with pytest.raises(Unavailable):
-        store.list_projects("ann", [])
-    with open(path, "r+b") as file:
+        file.flush()
+        before = open_files()
+        with pytest.raises(Unavailable):
+            store.get_project("ann", park.id)
+        assert open_files() == before
+        file.seek(0)
         file.write(good)
-    assert len(listed(store)) == 1
+    assert store.get_project("ann", park.id) == park

