@@ -1,27 +1,73 @@
-"""Settings for production; `gunicorn` in this folder reads them by itself."""
+"""Settings for production; `gunicorn`, started in this folder, reads them by itself."""
 
 import os
+import re
+import string
 import subprocess
 import sys
+from typing import Any
+from urllib.parse import quote
+
+from gunicorn.arbiter import Arbiter
+from gunicorn.glogging import Logger
+from gunicorn.http.message import Request
+from gunicorn.workers.base import Worker
+
+UNREAD_LIMIT = 64 * 1024  # bytes; gunicorn drains less than this of an unread body
+
+
+class Log(Logger):
+    """Has the account, the path as it was sent, no control character and no token."""
+
+    def atoms(self, resp: Any, req: Any, environ: Any, request_time: Any) -> Any:
+        atoms: Any = super().atoms(resp, req, environ, request_time)
+        atoms["U"] = atoms["{raw_uri}e"].partition("?")[0]
+        atoms["u"] = atoms.get("{remote_user}e", "-")
+        request_id = atoms.get("{x-request-id}i") or "-"
+        atoms["{x-request-id}i"] = quote(request_id, safe=string.punctuation)
+        return atoms
+
+    def warning(self, msg: object, *args: object, **kwargs: Any) -> None:
+        """Report a malformed request, which gunicorn quotes, without its token."""
+        super().warning(re.sub(r"gardening_[\w-]+", "***", str(msg)), *args, **kwargs)
+
 
 wsgi_app = "app:create_app()"
 bind = os.environ.get("GARDENING_BIND", "127.0.0.1:8000")
 worker_class = "gthread"
-# Kept-alive connections may all meet in one process: with two a core it costs little.
-workers = int(os.environ.get("WEB_CONCURRENCY", 2 * os.cpu_count()))
-# Two, so that a write waiting for the disk does not hold up its process; with more
-# they contend for the interpreter, and writes and reads mixed get slower.
+# Kept-alive connections may all land in one process; with two per core it costs little.
+workers = int(os.environ.get("WEB_CONCURRENCY", 2 * (os.cpu_count() or 1)))
+# Two, so that a write waiting for the disk does not hold up its process. With more, they
+# contend for the interpreter, and a mix of reads and writes gets slower.
 threads = 2
-keepalive = 75  # seconds: more than the proxy's, which so is the one to close
+keepalive = 75  # seconds, longer than the proxy's, so that the proxy closes first
 worker_tmp_dir = "/dev/shm" if os.path.isdir("/dev/shm") else None  # no beat on a disk
-control_socket_disable = True  # there is one a user, over which two instances clash
+control_socket_disable = True  # there is one per user, so two instances would clash
 accesslog = "-"
-# Request id, status, bytes and microseconds; never Authorization, nor a query.
-access_log_format = '%({x-request-id}i)s %(h)s "%(m)s %(U)s" %(s)s %(B)s %(D)s'
+logger_class = Log
+# Request id, account, method and path, status, bytes and microseconds; no token, no query.
+access_log_format = '%({x-request-id}i)s "%(u)s" "%(m)s %(U)s" %(s)s %(B)s %(D)s'
 
 
-def on_starting(server):
-    """Refuse an unusable database once, here, and not in every worker."""
-    check = [sys.executable, "-c", "from app import create_app; create_app()"]
-    if status := subprocess.run(check, check=False).returncode:
+def on_starting(server: Arbiter) -> None:
+    """Refuse an unusable database once, here, and not in every worker.
+
+    In a process of its own: what the master imported would outlive a reload.
+    """
+    check = [sys.executable, "-m", "flask", "--app", "app", "token", "list"]
+    if status := subprocess.run(
+        check, stdout=subprocess.DEVNULL, check=False
+    ).returncode:
         sys.exit(status)
+
+
+def pre_request(worker: Worker, request: Request) -> None:
+    """Announce that the connection closes where gunicorn may not drain the body.
+
+    A body that the service refused unread would otherwise be read as the next request.
+    """
+    for name, value in request.headers:
+        if name == "TRANSFER-ENCODING" or (
+            name == "CONTENT-LENGTH" and int(value) >= UNREAD_LIMIT
+        ):
+            request.force_close()

@@ -1,0 +1,224 @@
+"""gunicorn.conf.py: what gunicorn does for hostile clients, stuck writers and operators."""
+
+import fcntl
+import os
+import re
+import socket
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import pytest
+from conftest import BIN, PROJECTS, ROOT, Client, gunicorn
+
+HELLO = "/api/v1/hello-service"
+UNREAD = {  # requests that are answered before their body is read
+    200: ("POST", HELLO, True, "application/json"),
+    401: ("POST", PROJECTS, False, "application/json"),
+    404: ("POST", "/nowhere", True, "application/json"),
+    405: ("PATCH", PROJECTS, True, "application/json"),
+    415: ("POST", PROJECTS, True, "text/plain"),
+}
+SIZES = [1_000, 60_000, 65_535, 65_536, 65_537, 100_000, 1_000_000]
+MIX = [(status, size) for status in UNREAD for size in SIZES]
+
+
+def set_up(environment, **changes):
+    """The settings in gunicorn.conf.py, as gunicorn itself reads them."""
+    printed = subprocess.run(
+        [BIN / "gunicorn", "--print-config"],
+        cwd=ROOT,
+        env=environment | changes,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout
+    return dict(re.findall(r"^(\w+) += (.*)$", printed, re.MULTILINE))
+
+
+def test_settings_are_those_for_production(environment):
+    settings = set_up(environment)
+    assert settings["wsgi_app"] == "app:create_app()"
+    assert settings["bind"] == "['127.0.0.1:8000']"
+    assert settings["worker_class"] == "gthread"
+    assert settings["workers"] == str(2 * os.cpu_count())
+    assert settings["threads"] == "2"
+    assert settings["keepalive"] == "75"
+    assert settings["worker_tmp_dir"] == "/dev/shm"
+    assert settings["control_socket_disable"] == "True"
+    assert settings["accesslog"] == "-"
+
+
+def test_environment_sets_address_and_number_of_workers(environment):
+    changes = {"GARDENING_BIND": "0.0.0.0:8080", "WEB_CONCURRENCY": "3"}
+    settings = set_up(environment, **changes)
+    assert (settings["bind"], settings["workers"]) == ("['0.0.0.0:8080']", "3")
+
+
+@pytest.fixture
+def log(environment, token, tmp_path):
+    """A function that sends raw requests, and returns the lines of the access log."""
+
+    def log(*requests):
+        file = tmp_path / "access.log"
+        with (
+            file.open("wb") as stdout,
+            gunicorn(environment, stdout=stdout) as (_, port),
+        ):
+            for request in requests:
+                head = f"{request}\r\nHost: x\r\nConnection: close\r\n\r\n"
+                head = head.replace("TOKEN", token)
+                with socket.create_connection(
+                    ("127.0.0.1", port), timeout=30
+                ) as client:
+                    client.sendall(head.encode())
+                    while client.recv(65536):
+                        pass
+        return file.read_bytes().decode().splitlines()
+
+    return log
+
+
+def test_access_log_has_a_line_for_each_request(log, token):
+    called = f"GET {PROJECTS}?page=0 HTTP/1.1\r\nX-Request-Id: 7f\r\n"
+    lines = log(
+        called + "Authorization: Bearer TOKEN",
+        called + "Authorization: Bearer wrong",
+        f"PURGE {HELLO}?secret=1 HTTP/1.1",
+    )
+    fields = r'(\S+) "([^"]*)" "(\S+) (\S+)" (\d+) (\d+) (\d+)'
+    found = [re.fullmatch(fields, line).groups()[:5] for line in lines]
+    assert found == [
+        ("7f", "ann", "GET", PROJECTS, "200"),
+        ("7f", "-", "GET", PROJECTS, "401"),
+        ("-", "-", "PURGE", HELLO, "200"),
+    ]
+
+
+@pytest.mark.parametrize("path", ["/a%0Ab", "/a%0Db", "/a%1bb", "/a%C2%9Bb", "/a%22b"])
+def test_path_is_logged_as_it_was_sent(log, path):
+    [line] = log(f"GET {path}?query HTTP/1.1")
+    assert line.startswith(f'- "-" "GET {path}" 404 ')
+
+
+@pytest.mark.parametrize("text", ["\x1b[2J", "a\x9bb", '" 200', "a b", "a\tb"])
+def test_nothing_in_a_path_or_header_forges_a_log_line(log, token, text):
+    lines = log(
+        f"GET /{text} HTTP/1.1",
+        f"GET / HTTP/1.1\r\nX-Request-Id: {text}",
+        f"GET / HTTP/1.1\r\nAuthorization: Bearer {text}TOKEN",
+    )
+    for line in lines:
+        assert line.isprintable() and token not in line
+        assert re.fullmatch(r'\S+ "-" "GET \S+" 30[28] \d+ \d+', line)
+    assert len(lines) <= 3
+
+
+def send(connection, method, path, headers, size, chunked):
+    """Send a request as far as the server takes it."""
+    framing = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {size}"
+    head = [f"{method} {path} HTTP/1.1", "Host: x", *headers, framing, "", ""]
+    body = b"x" * size
+    if chunked:
+        body = b"%x\r\n%b\r\n0\r\n\r\n" % (size, body)
+    with suppress(ConnectionError):
+        connection.sendall("\r\n".join(head).encode() + body)
+
+
+def receive(stream):
+    """The status and the headers of an answer, whose body is read."""
+    status = int(stream.readline().split()[1])
+    headers = dict(
+        line.decode().rstrip().split(": ") for line in iter(stream.readline, b"\r\n")
+    )
+    stream.read(int(headers.get("Content-Length", 0)))
+    return status, headers
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["length", "chunked"])
+@pytest.mark.parametrize("server", ["gunicorn", "test service"])
+def test_unread_body_leaves_the_connection_usable_or_announces_its_end(
+    environment, token, gardening, server, chunked
+):
+    with gunicorn(environment) as (_, port):
+        if server == "test service":
+            port, token = int(gardening.url.rpartition(":")[2]), gardening.token
+        for status, size in [*MIX, (413, 65_537), (413, 100_000), (413, 1_000_000)]:
+            method, path, signed, kind = UNREAD.get(status, UNREAD[415])
+            kind = "application/json" if status == 413 else kind
+            headers = [f"Content-Type: {kind}"]
+            headers += [f"Authorization: Bearer {token}"] * signed
+            with (
+                socket.create_connection(("127.0.0.1", port), timeout=30) as connection,
+                connection.makefile("rb") as stream,
+            ):
+                send(connection, method, path, headers, size, chunked)
+                found, answered = receive(stream)
+                assert found == status
+                if answered.get("Connection") != "close":
+                    send(connection, "GET", HELLO, [], 0, False)
+                    assert receive(stream)[0] == 200
+
+
+def test_stuck_writer_holds_up_neither_writers_nor_readers_for_long(
+    environment, token, path
+):
+    """2 processes of 2 threads, 8 writers and 2 readers, and the queue is held."""
+
+    def timed(method, body=None):
+        with Client(port, token) as client:
+            started = time.monotonic()
+            status, _ = client.call(method, url, body)
+            return started - held, status, time.monotonic() - started
+
+    def read(_):
+        found = []
+        while not found or found[-1][0] < 7:
+            found.append(timed("GET"))
+        return found
+
+    with gunicorn(environment) as (_, port), ThreadPoolExecutor(10) as threads:
+        with Client(port, token) as client:
+            url = f"{PROJECTS}/{client.call('POST', PROJECTS, {})[1]['id']}"
+        with open(f"{path}-lock") as queue:
+            fcntl.flock(queue, fcntl.LOCK_EX)
+            held = time.monotonic()
+            readers = [threads.submit(read, number) for number in range(2)]
+            writes = list(threads.map(lambda _: timed("PUT", {}), range(8)))
+            reads = [each for reader in readers for each in reader.result()]
+        assert {status for _, status, _ in writes} == {503}
+        assert max(taken for _, _, taken in writes) < 6
+        assert {status for _, status, _ in reads} == {200}
+        assert max(taken for _, _, taken in reads) < 4
+        assert max(taken for started, _, taken in reads if started > 5) < 1
+        assert timed("PUT", {})[1] == 200
+
+
+def test_malformed_request_leaves_no_token_in_the_log(environment, token, capfd):
+    with gunicorn(environment) as (_, port):
+        for header in (f"Authorization Bearer {token}", f":A: Bearer {token}"):
+            with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+                client.sendall(
+                    f"GET / HTTP/1.1\r\nHost: x\r\n{header}\r\n\r\n".encode()
+                )
+                assert client.recv(65536).startswith(b"HTTP/1.1 400 ")
+    logged = capfd.readouterr().err
+    assert logged.count("Invalid request") == 2
+    assert token not in logged
+
+
+def test_body_that_ends_early_changes_nothing(environment, token):
+    with gunicorn(environment) as (_, port), Client(port, token) as client:
+        head = [
+            f"POST {PROJECTS} HTTP/1.1",
+            "Host: x",
+            "Content-Type: application/json",
+        ]
+        head += [f"Authorization: Bearer {token}", "Content-Length: 100", "", "{}"]
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+            connection.sendall("\r\n".join(head).encode())
+            connection.shutdown(socket.SHUT_WR)
+            assert connection.recv(65536).startswith(b"HTTP/1.1 400 ")
+        assert client.call("GET", PROJECTS) == (200, [])
