@@ -1,0 +1,805 @@
+"""The service on PostgreSQL: real servers, real processes, and their faults."""
+
+import json
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, suppress
+from itertools import count
+from pathlib import Path
+
+import psycopg
+import pytest
+from conftest import BIN, PROJECTS, ROOT, Client, at_once, gunicorn
+from postgresql import AS_SERVER, BINARIES, server
+from test_processes import workers
+
+from app import create_app
+from auth import digest
+from postgres import PostgresStore
+from store import NotFound, OutcomeUnknown, SQLiteStore, Unavailable
+
+LIMIT = 30  # seconds for anything that a test waits for
+ANSWER = 6  # seconds within which the service answers, whatever happens
+
+
+@pytest.fixture(scope="module")
+def primary():
+    with server(fsync="off") as primary:
+        primary.execute("CREATE ROLE app LOGIN PASSWORD 'Qz7wXk'")
+        yield primary
+
+
+@pytest.fixture
+def fragile():
+    """A server of the test's own, to be broken."""
+    with server(fsync="off") as fragile:
+        yield fragile
+
+
+@pytest.fixture
+def database(primary):
+    """The URL of an empty database."""
+    url = primary.create_database()
+    yield url
+    primary.drop_database(url)
+
+
+@pytest.fixture
+def open_store():
+    with ExitStack() as stack:
+        yield lambda *arguments: stack.enter_context(closing(PostgresStore(*arguments)))
+
+
+@pytest.fixture
+def serve():
+    """The service on a database, in this process: a client with a token."""
+    with ExitStack() as stack:
+
+        def serve(url, token="gardening_of_ann"):
+            app = create_app({"DATABASE": url})
+            stack.callback(app.extensions["store"].close)
+            with suppress(psycopg.errors.UniqueViolation):
+                app.extensions["store"].add_token("ann", digest(token))
+            client = app.test_client()
+            client.environ_base["HTTP_AUTHORIZATION"] = f"Bearer {token}"
+            return client
+
+        yield serve
+
+
+def environment(url):
+    return os.environ | {"FLASK_DATABASE": url}
+
+
+def run(url, *command, refused=False):
+    """What the command prints, on the service's database."""
+    end = subprocess.run(
+        [BIN / command[0], *command[1:]],
+        check=False,
+        cwd=ROOT,
+        env=environment(url),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=LIMIT,
+    )
+    assert (end.returncode != 0) == refused, end.stdout
+    return end.stdout
+
+
+def as_app(url, password="Qz7wXk"):
+    return url.replace("postgres@", f"app:{password}@")
+
+
+def execute(url, statement):
+    with psycopg.connect(url, autocommit=True) as connection:
+        cursor = connection.execute(statement)
+        return cursor.fetchall() if cursor.description else []
+
+
+def backends(url, condition="true"):
+    """The processes that serve the connections to a database."""
+    statement = f"""SELECT pid FROM pg_stat_activity WHERE datname = current_database()
+        AND backend_type = 'client backend' AND pid <> pg_backend_pid() AND {condition}"""
+    return {pid for (pid,) in execute(url, statement)}
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + LIMIT
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+    return found
+
+
+def waiting(url):
+    """The process, as soon as there is one, that waits for a lock."""
+    [pid] = wait_for(lambda: backends(url, "wait_event_type = 'Lock'"))
+    return pid
+
+
+@contextmanager
+def lasts(at_least, at_most=ANSWER):
+    start = time.monotonic()
+    yield
+    assert at_least <= time.monotonic() - start <= at_most
+
+
+@contextmanager
+def fails(exactly, reason=None):
+    """Unavailable, but not the OutcomeUnknown that is one, or the reverse."""
+    with pytest.raises(exactly, match=reason) as failure:
+        yield
+    assert failure.type is exactly
+    assert "\n" not in str(failure.value)
+
+
+@contextmanager
+def locked(url, table="account"):
+    """The rows are locked by another program."""
+    with psycopg.connect(url) as lock:
+        lock.execute(f"SELECT FROM {table} FOR UPDATE")
+        yield
+
+
+# What every server does alike
+
+
+@pytest.mark.parametrize("binaries", BINARIES, ids=lambda path: path.parent.name)
+def test_servers_give_the_documents_of_sqlite(binaries, path, open_store):
+    """Often enough for psycopg to prepare each statement."""
+    with server(binaries, fsync="off") as old_or_new:
+        url = old_or_new.create_database()
+        stores = [open_store(url, lambda: now), SQLiteStore(path, lambda: now)]
+        point = {"type": "Point", "coordinates": [0.1, -0.0]}
+        for number in range(8):
+            now = 1_800_000_000 + number
+            seen = [list(use(store, f"key {number}", point)) for store in stores]
+            assert seen[0] == seen[1]
+        assert [len(store.list_tokens()) for store in stores] == [0, 0]
+
+
+def use(store, key, point):
+    """What the methods of a store return, without what is random."""
+    yield (created := store.create_project("ann", {"name": key}, key))
+    yield store.create_project("ann", {"name": "again"}, key)
+    yield store.get_project("ann", created.id)
+    yield store.update_project("ann", created.id, {"location": point}, ["1", "9"])
+    yield store.update_project("ann", created.id, {"postal_code": "é"}, None)
+    etag, document = store.list_projects("ann", ["no"])
+    yield document
+    yield store.list_projects("ann", [etag]).document
+    etag, document = store.list_projects("ann", [""], 0, 2)
+    yield document
+    yield store.list_projects("ann", [etag], 0, 2).document
+    yield store.add_token("ann", digest(key))
+    yield store.find_account(digest(key))
+    yield store.list_tokens()
+    yield store.revoke_token(store.list_tokens()[0][0])
+    yield store.revoke_token(99)
+    yield store.find_account(digest(key))
+    if created.id[0] in "01234567":
+        yield store.delete_project("ann", created.id, None)
+
+
+def test_two_services_on_one_database_agree_at_once(database, serve):
+    one, other = serve(database), serve(database)
+    url = one.post(PROJECTS, json={}).headers["Location"]
+    listed = {"If-None-Match": one.get(PROJECTS).headers["ETag"]}
+    for version in range(1, 4):
+        for reader, writer in [(one, other), (other, one)]:
+            seen = reader.get(url)
+            assert reader.get(PROJECTS, headers=listed).status_code in (200, 304)
+            assert writer.get(PROJECTS, headers=listed).status_code in (200, 304)
+            changed = writer.put(url, json={"name": f"{version}"})
+            known = {"If-None-Match": seen.headers["ETag"]}
+            assert reader.get(url, headers=known).json == changed.json
+            expected = {"If-Match": seen.headers["ETag"]}
+            assert reader.put(url, json={}, headers=expected).status_code == 412
+            fresh = reader.get(PROJECTS, headers=listed)
+            assert fresh.json == [changed.json]
+            listed = {"If-None-Match": fresh.headers["ETag"]}
+            assert writer.get(PROJECTS, headers=listed).status_code == 304
+    one.application.extensions["store"].revoke_token(1)
+    assert {client.get(PROJECTS).status_code for client in (one, other)} == {401}
+
+
+def test_tokens_are_issued_listed_and_revoked_on_the_command_line(database, serve):
+    token = run(database, "flask", "token", "create", "ann", "--days=2").strip()
+    client = serve(database, token)
+    assert client.get(PROJECTS).status_code == 200
+    listing = run(database, "flask", "token", "list").splitlines()
+    assert listing[0] == "  ID  CREATED (UTC)     EXPIRES (UTC)     ACCOUNT"
+    times = r"20\d\d-\d\d-\d\d \d\d:\d\d"
+    assert re.fullmatch(f"   1  {times}  {times}  ann", listing[1])
+    run(database, "flask", "token", "revoke", "1")
+    assert client.get(PROJECTS).status_code == 401
+    missing = run(database, "flask", "token", "revoke", "1", refused=True)
+    assert missing == "Error: There is no token with the ID 1.\n"
+
+
+# Starting
+
+
+START = """
+import sys
+from postgres import PostgresStore
+print("ready", flush=True)
+sys.stdin.read()
+PostgresStore(sys.argv[1]).create_project("ann", {})
+"""
+
+
+@pytest.mark.parametrize("isolation", ["read committed", "serializable"])
+def test_many_processes_start_at_once_on_an_empty_database(database, isolation):
+    """Whatever the database's default is."""
+    setting = f"default_transaction_isolation = '{isolation}'"
+    execute(database, f"ALTER DATABASE {database.rpartition('/')[2]} SET {setting}")
+    pipe, command = subprocess.PIPE, [sys.executable, "-c", START, database]
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe)
+            )
+            for _ in range(8)
+        ]
+        for process in processes:
+            assert process.stdout.readline() == b"ready\n"
+        for process in processes:
+            process.stdin.close()
+        assert [process.wait(LIMIT) for process in processes] == [0] * 8
+    assert execute(database, "SELECT created FROM account") == [(8,)]
+
+
+@pytest.mark.parametrize("options", [[], ["--preload"]], ids=["", "preload"])
+def test_workers_share_no_connection(primary, database, options):
+    token = run(database, "flask", "token", "create", "ann").strip()
+    with gunicorn(environment(database), *options) as (process, port):
+
+        def work(_):
+            with Client(port, token) as client:
+                for _ in range(5):
+                    assert client.call("POST", PROJECTS, {})[0] == 201
+
+        def held():
+            """By each worker, as soon as all have worked."""
+            at_once(work)
+            held = [sockets(pid, primary.port) for pid in workers(process)]
+            return (
+                all(held)
+                and len(set().union(*held)) == len(backends(database))
+                and held
+            )
+
+        held = wait_for(held)
+        assert not set.intersection(*held)
+        assert not sockets(process.pid, primary.port)
+
+
+def sockets(pid, port):
+    """The process's connections to the port, as the kernel names them."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
+    ours = {f"socket:[{row[9]}]" for row in rows if row[2].endswith(f":{port:04X}")}
+    return ours & {os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()}
+
+
+FORK = """
+import os, sys
+from postgres import PostgresStore
+from test_postgres import backends
+url = sys.argv[1]
+store = PostgresStore(url)
+store.create_project("ann", {})
+before = backends(url)
+child = os.fork()
+store.create_project("ann", {})
+assert before < backends(url) if not child else os.wait()[1] == 0
+store.create_project("ann", {})
+assert before <= backends(url)
+"""
+
+
+def test_fork_takes_no_connection_along(database):
+    script = [sys.executable, "-c", FORK, database]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    subprocess.run(script, env={"PYTHONPATH": path}, check=True, timeout=LIMIT)
+    assert execute(database, "SELECT created FROM account") == [(5,)]
+
+
+def test_missing_driver_is_named(tmp_path):
+    (tmp_path / "psycopg.py").write_text("raise ImportError")
+    path = {"PYTHONPATH": str(tmp_path)}
+    for command in ["token", "list"], ["run", "--port=0"]:
+        end = subprocess.run(
+            [BIN / "flask", *command],
+            check=False,
+            cwd=ROOT,
+            env=environment("postgresql://127.0.0.1/db") | path,
+            text=True,
+            capture_output=True,
+            timeout=LIMIT,
+        )
+        told = "for PostgreSQL, install psycopg[binary], or this package with the extra"
+        assert end.stderr == f"Error: {told} postgres\n"
+
+
+def relations(url):
+    return execute(url, "SELECT oid, obj_description(oid) FROM pg_class ORDER BY oid")
+
+
+OTHER = "made by another program or a newer release"
+
+
+@pytest.mark.parametrize(
+    "statements, reason",
+    [
+        ("CREATE TABLE theirs ()", OTHER),
+        ("CREATE TABLE project ()", OTHER),
+        (
+            """CREATE TABLE project ();
+            COMMENT ON TABLE project IS 'Gardening Project Service, layout 2'""",
+            OTHER,
+        ),
+        ("CREATE VIEW account AS SELECT", 'relation "account" already exists'),
+        ("DROP SCHEMA public", "no schema has been selected to create in"),
+    ],
+    ids=["tables", "no layout", "newer layout", "a view", "no schema"],
+)
+def test_database_that_is_not_ours_is_left_alone(database, statements, reason):
+    execute(database, statements)
+    before = relations(database)
+    refused = run(database, "flask", "token", "list", refused=True)
+    assert refused.startswith(f"Error: {reason}") and refused.count("\n") == 1
+    assert relations(database) == before
+
+
+def test_database_that_is_not_utf8_is_refused(primary):
+    primary.execute("CREATE DATABASE ascii TEMPLATE template0 ENCODING 'SQL_ASCII'")
+    with fails(Unavailable, "^the database is in SQL_ASCII, not in UTF8$"):
+        PostgresStore(primary.url("ascii")).list_tokens()
+    primary.drop_database(primary.url("ascii"))
+
+
+def test_role_without_rights_is_refused(database):
+    with fails(Unavailable, "^permission denied for schema public"):
+        PostgresStore(as_app(database)).list_tokens()
+
+
+# Each holds one or two of these, and no line may show three characters of one.
+SECRETS = ["Qz7wXk", "Vb9mJt"]
+MALFORMED = [
+    "u:Qz7wXk/Vb9mJt@127.0.0.1:1/db",
+    "u:Qz7wXk@Vb9mJt@127.0.0.1:1/db",
+    "u:@Qz7wXk@127.0.0.1:1/db",
+    "u:Qz7wXk%zzVb9mJt@127.0.0.1:1/db",
+    "u:Qz7wXk%00Vb9mJt@127.0.0.1:1/db",
+    "u:Qz7wXk%@127.0.0.1:1/db",
+    "u:Qz7wXk%ffVb9mJt@127.0.0.1:1/db",
+    "u:Qz7wXk?Vb9mJt@127.0.0.1:1/db",
+    "u:Qz7wXk#Vb9mJt@127.0.0.1:1/db",
+    "u:Qz7wXk Vb9mJt@127.0.0.1:1/db",
+    "u:Qz7wXk\nVb9mJt@127.0.0.1:1/db",
+    "u:Qz7wXk\udcffVb9mJt@127.0.0.1:1/db",
+    "u:Qz7wXk[Vb9mJt@127.0.0.1:1/db",
+    "u:[Qz7wXk]:Vb9mJt@127.0.0.1:1/db",
+    "u:Qz7wXk@[::1:Vb9mJt/db",
+    "u:Qz7wXk@127.0.0.1:Vb9mJt/db",
+    "u:Qz7wXk@127.0.0.1:1:Vb9mJt/db",
+    "u:Qz7wXk@127.0.0.1:99999/db",
+    "u:Qz7wXk",
+    "u:Qz7wXk/db",
+    "u:Qz7wXk/Vb9mJt",
+    "Qz7wXk:Vb9mJt@",
+    "u:Qz7wXk@127.0.0.1:1,127.0.0.1,127.0.0.1/db?port=1,2",
+    "u:Qz7wXk@127.0.0.1,127.0.0.1,127.0.0.1/db?port=1,2",
+    "127.0.0.1:1/db?password=Qz7wXk&Vb9mJt=1",
+    "127.0.0.1:1/db?password=Qz7wXk&Vb9mJt",
+    "127.0.0.1:1/db?password=Qz7wXk=Vb9mJt",
+    "127.0.0.1:1/db?password=Qz7wXk@Vb9mJt",
+    "127.0.0.1:1/db?password=Qz7wXk%zzVb9mJt",
+    "127.0.0.1:1/db?password=Qz7wXk&foo=bar",
+    "127.0.0.1:1/db?Qz7wXk",
+    "127.0.0.1:1/db?passwort=Qz7wXk",
+    "127.0.0.1:1/db?password=Qz7wXk&sslmode=bogus",
+    "127.0.0.1:1/db?password=Qz7wXk&target_session_attrs=bogus",
+    "127.0.0.1:1/db?password=Qz7wXk#Vb9mJt",
+    "u:Qz7wXk,Vb9mJt@127.0.0.1:1/db",
+    "u:Qz7wXk:Vb9mJt@127.0.0.1:1,127.0.0.1:2/db",
+    "u:Qz7wXk@127.0.0.1:1@Vb9mJt",
+]
+
+
+def check_refusal(output):
+    assert output.startswith("Error: ") and output.count("\n") == 1, output
+    for secret in SECRETS:
+        for start in range(4):
+            assert secret[start : start + 3] not in output
+
+
+@pytest.mark.parametrize("rest", MALFORMED)
+def test_refusal_is_one_line_without_the_password(rest):
+    with pytest.raises(Unavailable) as refusal:
+        PostgresStore(f"postgresql://{rest}").list_tokens()
+    check_refusal(f"Error: {refusal.value}\n")
+
+
+@pytest.mark.parametrize("rest", [MALFORMED[0], MALFORMED[15], MALFORMED[24]])
+def test_commands_show_no_password(rest):
+    url = f"postgresql://{rest}"
+    check_refusal(run(url, "flask", "token", "list", refused=True))
+    check_refusal(
+        run(url, "gunicorn", "--bind=127.0.0.1:0", "--log-level=warning", refused=True)
+    )
+
+
+@pytest.mark.parametrize("scheme", ["postgres", "postgresql+psycopg", "PostgreSQL"])
+def test_other_scheme_is_no_path(scheme):
+    url = f"{scheme}://u:Qz7wXk@127.0.0.1:1/db"
+    check_refusal(run(url, "flask", "token", "list", refused=True))
+
+
+@pytest.mark.parametrize(
+    "url, reason",
+    [
+        ("postgresql://u@127.0.0.1:1/db", "Connection refused"),
+        ("postgresql://u@127.0.0.1:1,localhost:2/db", "Connection refused"),
+        ("postgresql://u@host.invalid/db", "host.invalid"),
+    ],
+)
+def test_unreachable_server_is_refused(url, reason):
+    with fails(Unavailable, reason):
+        PostgresStore(url).list_tokens()
+
+
+def test_wrong_password_is_refused(database):
+    url = as_app(database, "Vb9mJt")
+    check_refusal(run(url, "flask", "token", "list", refused=True))
+
+
+# Faults
+
+
+def test_failover_loses_no_acknowledged_write(tmp_path):
+    """Of 9 clients, 3 create Projects, 3 repeat it until it succeeds, 3 change one."""
+    acknowledged, unchanged, unknown, durations = [], [], [], []
+    busy, refused, promoted = (threading.Event() for _ in range(3))
+
+    def ask(client, method, path, name):
+        """Whether the write of this name was acknowledged."""
+        start = time.monotonic()
+        status, headers, content = client.ask(method, path, {"name": name})
+        durations.append(time.monotonic() - start)
+        if status in (200, 201):
+            acknowledged.append(name)
+            if len(acknowledged) > 100:
+                busy.set()
+            return True
+        assert (status, headers["Retry-After"]) == (503, "5")
+        if b"nothing was changed" in content:
+            unchanged.append(name)
+            refused.set()
+        else:
+            assert b"may have been made" in content
+            unknown.append(name)
+        promoted.wait(0.02)
+        return False
+
+    def work(number):
+        with Client(port, token) as client:
+            client.timeout = LIMIT
+            if number % 3 == 2:
+                url = f"{PROJECTS}/{client.call('POST', PROJECTS, {})[1]['id']}"
+            left = 5  # writes after the failover
+            for name in (f"{number} {i}" for i in count()):
+                late = promoted.is_set()
+                if number % 3 == 0:
+                    done = ask(client, "POST", PROJECTS, name)
+                elif number % 3 == 1:
+                    client.authorization["Idempotency-Key"] = name
+                    while not (done := ask(client, "POST", PROJECTS, name)):
+                        late = promoted.is_set()
+                else:
+                    done = ask(client, "PUT", url, name)
+                left -= late and done
+                if not left:
+                    return url if number % 3 == 2 else None
+
+    with server(fsync="off") as primary, primary.standby() as standby:
+        hosts = f"127.0.0.1:{standby.port},127.0.0.1:{primary.port}"
+        url = f"postgresql://postgres@{hosts}/postgres"
+        token = run(url, "flask", "token", "create", "ann").strip()
+        with (
+            gunicorn(environment(url), "--preload", "--log-level=critical") as (
+                process,
+                port,
+            ),
+            ThreadPoolExecutor(9) as clients,
+        ):
+            urls = [clients.submit(work, number) for number in range(9)]
+            try:
+                assert busy.wait(LIMIT)
+                primary.kill()
+                assert refused.wait(LIMIT)
+                standby.run("pg_ctl", "promote")
+            finally:
+                promoted.set()
+            urls = [url.result(LIMIT) for url in urls]
+            with Client(port, token) as client:
+                found = client.call("GET", PROJECTS)[1]
+            assert process.poll() is None
+        assert len(run(url, "flask", "token", "list").splitlines()) == 2
+
+    assert max(durations) < ANSWER
+    names = Counter(project["name"] for project in found)
+    for number in 0, 3, 6, 1, 4, 7:
+        for name in acknowledged:
+            if name.startswith(f"{number} "):
+                assert names.pop(name) == 1
+    for number in 2, 5, 8:
+        [project] = [p for p in found if urls[number].endswith(p["id"])]
+        mine = [name.startswith(f"{number} ") for name in acknowledged]
+        doubtful = [name.startswith(f"{number} ") for name in unknown]
+        assert sum(mine) <= project["version"] - 1 <= sum(mine) + sum(doubtful)
+        del names[project["name"]]
+    assert set(names) <= set(unknown) and set(names.values()) <= {1}
+    assert not set(names) & set(unchanged)
+
+
+@pytest.mark.parametrize("mode", ["fast", "immediate"])
+def test_restart_is_noticed_before_a_request_fails(fragile, mode):
+    url = fragile.url("postgres")
+    token = run(url, "flask", "token", "create", "ann").strip()
+    # A worker that starts meanwhile would give up, and gunicorn with it.
+    with gunicorn(environment(url), "--preload") as (_, port):
+
+        def work(number):
+            with Client(port, token) as client:
+                client.timeout = LIMIT
+                for _ in range(10):
+                    method = ["POST", "GET"][number % 2]
+                    assert client.call(method, PROJECTS, {})[0] in (200, 201)
+
+        with ThreadPoolExecutor(8) as clients:
+            list(clients.map(work, range(8)))
+            assert backends(url)
+            fragile.run("pg_ctl", "restart", "-m", mode)
+            list(clients.map(work, range(8)))
+
+
+def test_worker_that_starts_during_an_outage_outlives_it(fragile):
+    url = fragile.url("postgres")
+    token = run(url, "flask", "token", "create", "ann").strip()
+    options = ["--workers=1", "--log-level=critical"]
+    with gunicorn(environment(url), *options) as (process, port):
+
+        def status():
+            with Client(port, token) as client:
+                client.timeout = LIMIT
+                return client.call("GET", PROJECTS)[0]
+
+        assert status() == 200
+        fragile.run("pg_ctl", "stop", "-m", "immediate")
+        [worker] = workers(process)
+        os.kill(worker, signal.SIGKILL)
+        wait_for(lambda: workers(process) not in ([], [worker]))
+        assert status() == 503
+        fragile.run("pg_ctl", "start")
+        wait_for(lambda: status() == 200)
+        assert process.poll() is None
+
+
+def test_write_whose_process_is_ended_was_not_made(database, open_store):
+    store = open_store(database)
+    store.create_project("ann", {})
+    with locked(database), ThreadPoolExecutor() as pool:
+        write = pool.submit(store.create_project, "ann", {})
+        execute(database, f"SELECT pg_terminate_backend({waiting(database)})")
+        with fails(Unavailable):
+            write.result(LIMIT)
+    assert json.loads(store.list_projects("ann", (), 0, 1).document)["total"] == 1
+
+
+def test_write_whose_process_is_killed_is_in_doubt(fragile, serve):
+    url = fragile.url("postgres")
+    client = serve(url)
+    project = client.post(PROJECTS, json={}).headers["Location"]
+    with suppress(psycopg.OperationalError), locked(url), ThreadPoolExecutor() as pool:
+        write = pool.submit(client.put, project, json={"name": "x"})
+        os.kill(waiting(url), signal.SIGKILL)
+        answer = write.result(LIMIT)
+    assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5")
+    assert "may have been made" in answer.json["detail"]
+    # The server restarts by itself.
+    wait_for(lambda: client.get(project).status_code == 200)
+    assert client.get(project).json["name"] in (None, "x")
+
+
+TERMINATE = """SELECT pg_terminate_backend(pid) FROM pg_stat_activity
+    WHERE datname = current_database() AND pid <> pg_backend_pid()"""
+
+
+def test_terminated_connections_are_replaced(database, open_store):
+    """At any moment: an idle one before its use, one in use with Unavailable."""
+    store = open_store(database)
+    id, ended = store.create_project("ann", {}).id, threading.Event()
+
+    def work(number):
+        made = 0
+        while not ended.is_set():
+            with suppress(Unavailable):
+                store.get_project("ann", id)
+                if number < 2:
+                    store.update_project("ann", id, {}, None)
+                    made += 1
+        return made
+
+    with ThreadPoolExecutor(8) as pool:
+        made = [pool.submit(work, number) for number in range(8)]
+        try:
+            with psycopg.connect(database, autocommit=True) as connection:
+                for _ in range(200):
+                    connection.execute(TERMINATE)
+        finally:
+            ended.set()
+        made = sum(work.result(LIMIT) for work in made)
+    assert int(store.get_project("ann", id).etag) == made + 1
+
+
+def test_stopped_server_holds_nobody_up(database, primary, open_store):
+    reader, writer, newcomer = (open_store(database) for _ in range(3))
+    id = reader.create_project("ann", {}).id
+    writer.get_project("ann", id)
+    postmaster = (primary.folder / "data/postmaster.pid").read_text().split()[0]
+    stopped = [int(postmaster), *backends(database)]
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+
+    def read():
+        with lasts(4), fails(Unavailable):
+            reader.get_project("ann", id)
+
+    def write():
+        with lasts(4), fails(OutcomeUnknown):
+            writer.update_project("ann", id, {"name": "x"}, None)
+
+    def connect():
+        with lasts(1), fails(Unavailable):
+            newcomer.list_projects("ann", ())
+
+    try:
+        with ThreadPoolExecutor() as pool:
+            works = [pool.submit(work) for work in (read, write, connect)]
+            for work in works:
+                work.result(LIMIT)
+    finally:
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+    for store in reader, writer, newcomer:
+        assert store.get_project("ann", id).id == id
+
+
+def test_foreign_lock_stops_writes_until_it_ends(database, serve):
+    client = serve(database)
+    project = client.post(PROJECTS, json={}).headers["Location"]
+    with locked(database, "project"):
+        with lasts(3.5):
+            answer = client.put(project, json={"name": "x"})
+        assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5")
+        assert "nothing was changed" in answer.json["detail"]
+        assert client.get(project).json["version"] == 1
+    assert client.put(project, json={"name": "x"}).json["version"] == 2
+
+
+def test_commit_without_its_standby_is_in_doubt(open_store):
+    """Even where the server's default is not to wait for it."""
+    with server(fsync="off", synchronous_commit="off") as primary:
+        url = primary.url("postgres")
+        store = open_store(url)
+        with primary.standby() as standby:
+            store.create_project("ann", {})
+            standby.kill()
+            with lasts(4), fails(OutcomeUnknown):
+                store.create_project("ann", {})
+        etag, document = store.list_projects("ann", (), 0, 1)
+        assert json.loads(document)["total"] == 1
+        primary.configure(synchronous_standby_names="")
+        primary.run("pg_ctl", "reload")
+        wait_for(lambda: store.list_projects("ann", (), 0, 1).etag != etag)
+        assert execute(url, "SELECT created FROM account") == [(2,)]
+
+
+def test_silent_host_is_passed_over(database, primary, open_store):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        host = f"127.0.0.1:{silent.getsockname()[1]}"
+        with lasts(1.5):
+            store = open_store(database.replace("127", f"{host},127", 1))
+            assert store.list_tokens() == []
+        with lasts(0, 1):  # over the connection that is open now
+            assert store.list_tokens() == []
+
+
+def test_project_that_is_made_again_meanwhile_is_not_found(database, open_store):
+    """Nobody named a version, so it cannot be stale."""
+    store = open_store(database)
+    id = store.create_project("ann", {}, "key").id
+    with psycopg.connect(database) as other, ThreadPoolExecutor() as pool:
+        other.execute("SELECT FROM account FOR UPDATE")
+        deletion = pool.submit(store.delete_project, "ann", id, None)
+        waiting(database)
+        other.execute("CREATE TEMP TABLE again AS SELECT * FROM project")
+        other.execute("DELETE FROM project")
+        other.execute("INSERT INTO project SELECT * FROM again")
+        other.commit()
+        with pytest.raises(NotFound):
+            deletion.result(LIMIT)
+
+
+def test_defect_in_sql_is_no_outage(database, serve, caplog):
+    client = serve(database)
+    execute(database, "ALTER TABLE project DROP COLUMN postal_code")
+    with pytest.raises(psycopg.errors.UndefinedColumn):
+        client.application.extensions["store"].get_project("ann", "")
+    assert client.post(PROJECTS, json={}).status_code == 500
+    assert "UndefinedColumn" in caplog.text
+
+
+def test_what_the_driver_refuses_is_no_outage(database, open_store):
+    with pytest.raises(psycopg.DataError):
+        open_store(database).create_project("ann", {"name": "\0"})
+
+
+def test_role_without_a_connection_left_waits_for_one(primary, database, open_store):
+    execute(database, "GRANT ALL ON SCHEMA public TO app")
+    store = open_store(as_app(database))
+    primary.execute("ALTER ROLE app CONNECTION LIMIT 1")
+    try:
+        with psycopg.connect(as_app(database)), fails(Unavailable):
+            store.create_project("ann", {})
+        wait_for(lambda: not backends(database))
+        store.create_project("ann", {})
+    finally:
+        primary.execute("ALTER ROLE app CONNECTION LIMIT -1")
+
+
+@pytest.fixture
+def small_disk(tmp_path, primary):
+    disk = primary.folder / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", disk]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("no right to mount a small disk")
+    if user := AS_SERVER.get("user"):
+        subprocess.run(["chown", user, disk], check=True)
+    primary.execute(f"CREATE TABLESPACE small LOCATION '{disk}'")
+    primary.execute("CREATE DATABASE small TEMPLATE template0 TABLESPACE small")
+    yield disk
+    primary.drop_database(primary.url("small"))
+    primary.execute("DROP TABLESPACE small")
+    subprocess.run(["umount", disk], check=True)
+
+
+def test_full_disk_stops_writes_until_there_is_room(primary, small_disk, open_store):
+    store = open_store(primary.url("small"))
+    members = {"name": secrets.token_hex(30_000)}
+    known = store.create_project("ann", members)
+    with suppress(OSError), open(small_disk / "filler", "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    made = 1
+    with fails(Unavailable):
+        while made < 100:
+            store.create_project("ann", members)
+            made += 1
+    assert store.get_project("ann", known.id) == known
+    (small_disk / "filler").unlink()
+    store.create_project("ann", members)
+    total = json.loads(store.list_projects("ann", (), 0, 1).document)["total"]
+    assert total == made + 1
