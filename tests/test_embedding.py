@@ -1,22 +1,23 @@
-"""The fixtures as another team has them: installed, in a project that is not ours."""
+"""The service in other teams' tests: installed, in a project that is not ours."""
 
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-from contextlib import suppress
-from pathlib import Path
+import uuid
 
 import pytest
+from conftest import ROOT, at_once
+from test_readme import blocks, needs
+from test_testservice import HOSTILE, LIMIT, call, copy_broken, left, refuses
 
-ROOT = Path(__file__).parent.parent
-OUR_NAMES = ("app", "auth", "schemas", "store", "testing", "tests")
+PAGE, HEADING = ROOT / "README.md", "Testing against it"
+OUR_NAMES = ("app", "auth", "schemas", "store", "testing", "testservice", "tests")
 
 THEIR_TESTS = """
-import json, os, signal, sys, urllib.request
-import app, auth, schemas, store, testing
+import json, sys, urllib.request
+import app, auth, schemas, store, testing, testservice
 import pytest
 
 PROJECTS = "/api/v1/gardening/projects"
@@ -40,38 +41,82 @@ def test_two_devices_of_one_account(gardening_service):
     assert [len(each) for each in lists] == [1, 1, 0]
 
 def test_modules_are_their_own():
-    assert {m.OWNER for m in (app, auth, schemas, store, testing)} == {"them"}
-    assert "flask" not in sys.modules
+    modules = (app, auth, schemas, store, testing, testservice)
+    assert {module.OWNER for module in modules} == {"them"}
+    assert not {"click", "flask"} & {*sys.modules}
 """
+# Where SIGINT was ignored at the start, Python has not set its handler.
 ENDING_TEST = """
 import os, signal
+import pytest
 
-def test_ends_early(gardening):
+@pytest.fixture
+def url(gardening_service):
+    yield gardening_service.url
+    with open("token", "w") as file:
+        file.write(gardening_service.issue_token())
+
+def test_ends_early(url):
     with open("url", "w") as file:
-        file.write(gardening.url)
-    os.kill(os.getpid(), signal.{})
+        file.write(url)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.killpg(0, signal.{})
 """
 
 
-@pytest.fixture(scope="session", params=["", "--editable"], ids=["copied", "editable"])
-def python(request, tmp_path_factory):
-    """A Python that has the service installed, and pytest with xdist."""
-    place = tmp_path_factory.mktemp("installed")
-    source = place / "source"
-    shutil.copytree(
-        ROOT, source, ignore=shutil.ignore_patterns(".*", "instance", "tests")
+def install(source, folder, *options):
+    """A Python in this folder that has the service; the program to run."""
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", folder],
+        timeout=LIMIT,
+        check=True,
     )
-    subprocess.run([sys.executable, "-m", "venv", place / "venv"], check=True)
-    python = place / "venv/bin/python"
-    install = [python, "-m", "pip", "install", "--quiet", *request.param.split()]
-    subprocess.run([*install, source, "pytest-xdist"], check=True)
+    python = folder / "bin/python"
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
+    subprocess.run(
+        [*pip, "--no-compile", *options], cwd=source, timeout=300, check=True
+    )
     return python
+
+
+@pytest.fixture(scope="session")
+def clone(tmp_path_factory):
+    """A copy of this folder."""
+    clone = tmp_path_factory.mktemp("clone") / "gardening"
+    unwanted = (".*", "*.egg-info", "__pycache__", "build", "instance")
+    shutil.copytree(ROOT, clone, ignore=shutil.ignore_patterns(*unwanted))
+    return clone
+
+
+@pytest.fixture(scope="session")
+def python(clone, tmp_path_factory):
+    """A Python that has installed what the README says, and xdist."""
+    [command] = blocks(PAGE, HEADING)
+    *pip, package, requests = command.replace('"', "").split()
+    assert [*pip, package] == ["pip", "install", "PATH[testing]"]
+    package = package.replace("PATH", str(clone))
+    folder = tmp_path_factory.mktemp("copied")
+    return install("/", folder, package, requests, "pytest-xdist")
+
+
+@pytest.fixture(scope="session")
+def editable(clone, python, tmp_path_factory):
+    """A Python that has the clone installed as editable, and the packages of the other."""
+    folder = tmp_path_factory.mktemp("editable")
+    editable = install("/", folder, "--no-deps", "--editable", clone)
+    packages, others = (
+        next(home.glob("lib/python*/site-packages"))
+        for home in (folder, python.parent.parent)
+    )
+    # After the editable package, so that it comes first.
+    (packages / "others.pth").write_text(f"{others}\n")
+    return editable
 
 
 @pytest.fixture
 def project(tmp_path):
     """Another team's project; its modules and settings have the names of ours."""
-    for name in OUR_NAMES[:-1]:
+    for name in (*OUR_NAMES[:-1], "click", "flask"):
         (tmp_path / f"{name}.py").write_text("OWNER = 'them'\n")
     (tmp_path / "gunicorn.conf.py").write_text("raise RuntimeError('theirs')\n")
     (tmp_path / "test_theirs.py").write_text(THEIR_TESTS)
@@ -80,75 +125,150 @@ def project(tmp_path):
 
 @pytest.fixture
 def environment(tmp_path_factory):
-    """Settings that are theirs; fails if, after the test, a folder of ours is left."""
-    place = tmp_path_factory.mktemp("place")
-    yield os.environ | {
-        "FLASK_DATABASE": "/no/such/folder/theirs.db",
-        "FLASK_MAX_CONTENT_LENGTH": "1",
-        "GUNICORN_CMD_ARGS": "--bind=theirs",
-        "TMPDIR": str(place),
-        "WEB_CONCURRENCY": "99",
-    }
+    """Settings that are theirs; fails if, after the test, anything of ours is left."""
+    place, mark = tmp_path_factory.mktemp("place"), str(uuid.uuid4())
+    yield os.environ | HOSTILE | {"TMPDIR": str(place), "MARK": mark}
+    assert left(mark) == []
     assert list(place.glob("gardening-*")) == []
+
+
+def run(command, folder, environment, **options):
+    """The command when it has ended."""
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=LIMIT,
+        check=False,
+        **options,
+    )
+
+
+def run_their_tests(python, project, environment, *options):
+    command = [python, "-m", "pytest", "-Werror", *options, project / "test_theirs.py"]
+    ended = run(command, "/", environment | {"PYTHONPATH": str(project)})
+    assert "6 passed" in ended.stdout, ended.stdout + ended.stderr
 
 
 @pytest.mark.parametrize("options", [[], ["-n2"], ["-p", "no:cacheprovider"]], ids=str)
 def test_their_tests_pass(python, project, environment, options):
-    command = [python, "-m", "pytest", "-Werror", *options, project / "test_theirs.py"]
-    environment["PYTHONPATH"] = str(project)
-    run = subprocess.run(
-        command, cwd="/", env=environment, text=True, capture_output=True, check=False
-    )
-    assert "6 passed" in run.stdout, run.stdout + run.stderr
+    run_their_tests(python, project, environment, *options)
+
+
+def test_their_tests_pass_with_an_editable_clone(editable, project, environment):
+    run_their_tests(editable, project, environment)
 
 
 def test_two_runs_at_once_pass(python, project, environment):
-    command = [python, "-m", "pytest", project]
-    runs = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    assert ["6 passed" in run.communicate()[0] for run in runs] == [True, True]
+    at_once(lambda _: run_their_tests(python, project, environment), 2)
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGKILL"])
 def test_nothing_is_left_when_a_run_is_ended(python, tmp_path, environment, name):
+    """SIGINT as from Ctrl-C: to every process of the run, which then clears up."""
     (tmp_path / "test_end.py").write_text(ENDING_TEST.format(name))
     command = [python, "-m", "pytest", "-q"]
-    run = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, check=False
-    )
-    assert run.returncode == {"SIGINT": 2, "SIGKILL": -signal.SIGKILL}[name]
-    host, port = (tmp_path / "url").read_text().removeprefix("http://").split(":")
-    with suppress(ConnectionRefusedError):
-        while True:  # each turn ends when whoever still listens does
-            with (
-                socket.create_connection((host, port)) as connection,
-                suppress(ConnectionResetError),
-            ):
-                connection.recv(1)
+    ended = run(command, tmp_path, environment, start_new_session=True)
+    assert ended.returncode == {"SIGINT": 2, "SIGKILL": -signal.SIGKILL}[name]
+    assert (tmp_path / "token").exists() == (name == "SIGINT")
+    assert left(environment["MARK"]) == []
+    assert refuses((tmp_path / "url").read_text())
 
 
 def test_nothing_of_ours_is_at_the_top_of_their_packages(python):
     code = f"import importlib.util as u; print([u.find_spec(n) for n in {OUR_NAMES}])"
-    run = subprocess.run(
-        [python, "-c", code], cwd="/", capture_output=True, text=True, check=True
-    )
-    assert run.stdout == f"{[None] * len(OUR_NAMES)}\n"
+    ended = run([python, "-c", code], "/", os.environ)
+    assert ended.stdout == f"{[None] * len(OUR_NAMES)}\n"
 
 
-def test_service_that_does_not_start_says_why(tmp_path, environment):
-    shutil.copy(ROOT / "testing.py", tmp_path)
-    (tmp_path / "app.py").write_text("raise RuntimeError('no soil')")
+def test_fixture_of_a_service_that_does_not_start_says_why(tmp_path, environment):
+    copy_broken(tmp_path)
     (tmp_path / "test_it.py").write_text("def test_it(gardening): pass")
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "testing"],
-        cwd=tmp_path,
-        env=environment,
-        text=True,
-        capture_output=True,
-        check=False,
-    )
-    assert run.returncode == 1
-    assert "The service did not start:" in run.stdout
-    assert "RuntimeError: no soil" in run.stdout
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    command = [sys.executable, "-m", "pytest", "-p", "testing"]
+    ended = run(command, tmp_path, environment)
+    assert ended.returncode == 1
+    assert "The service did not start:" in ended.stdout
+    assert "RuntimeError: no soil" in ended.stdout
+
+
+def test_fixture_issues_expired_tokens(gardening_service):
+    token = gardening_service.issue_token("ann", expired=True)
+    status, headers, _ = call(gardening_service.url, token)
+    assert (status, "invalid_token" in headers["WWW-Authenticate"]) == (401, True)
+    assert call(gardening_service.url, gardening_service.issue_token("ann"))[0] == 200
+
+
+@pytest.mark.parametrize("account", [" ", "a\nb", "\0"])
+def test_fixture_refuses_what_cannot_be_an_account(gardening_service, account):
+    with pytest.raises(ValueError, match="ACCOUNT must be printable text"):
+        gardening_service.issue_token(account)
+    assert gardening_service.issue_token(account="ann")
+
+
+def test_fixture_gives_each_thread_its_own_tokens(gardening_service):
+    tokens = {}
+
+    def work(number):
+        issue = gardening_service.issue_token
+        tokens[number] = [issue(f"thread {number}") for _ in range(50)]
+
+    at_once(work)
+    assert len({token for several in tokens.values() for token in several}) == 400
+    for first, *others in tokens.values():
+        call(gardening_service.url, first, b"{}")
+        lists = [call(gardening_service.url, token)[2] for token in others]
+        assert {len(projects) for projects in lists} == {1}
+
+
+@pytest.mark.parametrize("has_package", [False, True])
+def test_clone_that_was_installed_from_can_be_tested(python, clone, has_package):
+    """pip has left there what announces the fixtures, under the package's name."""
+    assert list(clone.glob("*.egg-info"))
+    chosen = python if has_package else sys.executable
+    ended = run([chosen, "-m", "pytest", "tests/test_schemas.py"], clone, os.environ)
+    assert " passed" in ended.stdout, ended.stdout + ended.stderr
+
+
+def snippets(language):
+    found = blocks(PAGE, HEADING, language)
+    assert all(len(snippet.splitlines()) <= 10 for snippet in found)
+    return found
+
+
+@pytest.fixture
+def paths(python, environment):
+    """The environment with our command on the PATH."""
+    return environment | {"PATH": f"{python.parent}:{os.environ['PATH']}"}
+
+
+def test_pytest_snippet_passes(python, tmp_path, paths):
+    (tmp_path / "test_snippet.py").write_text(snippets("python")[0])
+    ended = run(["pytest"], tmp_path, paths)
+    assert "1 passed" in ended.stdout, ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("language", "command", "output"),
+    [
+        pytest.param(
+            "js", ["node", "--input-type=module"], "[]\n", marks=needs("node")
+        ),
+        pytest.param("bash", ["bash"], "[]", marks=[needs("bash"), needs("curl")]),
+    ],
+)
+def test_snippet_prints_an_empty_list(tmp_path, paths, language, command, output):
+    [snippet] = snippets(language)
+    ended = run(command, tmp_path, paths, input=snippet)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, output, "")
+
+
+def test_snippet_in_process_passes(tmp_path):
+    _, snippet = snippets("python")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("FLASK_")}
+    environment["PYTHONPATH"] = str(ROOT)
+    ended = run([sys.executable, "-c", snippet], tmp_path, environment)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,439 @@
+"""The command gardening-test-service, as a program in any language uses it."""
+
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+import uuid
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from conftest import PROJECTS, ROOT, Client
+
+COMMAND = [sys.executable, str(ROOT / "testservice.py")]
+LIMIT = 60  # seconds, for what takes less than one
+AT_TERMINAL = "import os, sys; os.login_tty(0); os.execv(sys.argv[1], sys.argv[1:])"
+AS_PARENT = "import subprocess, sys; subprocess.run(sys.argv[1:], stdin=-1, check=True)"
+FOREIGN = ("FLASK_", "GARDENING_", "GUNICORN_", "PYTHON", "WEB_CONCURRENCY")
+
+
+class Service:
+    """A running command; its processes are known by a mark in their environment."""
+
+    def __init__(self, process, mark, place):
+        self.process, self.mark, self.place = process, mark, place
+
+    def read(self):
+        return json.loads(self.process.stdout.readline())
+
+    def ask(self, line):
+        print(line, file=self.process.stdin, flush=True)
+        return self.read()
+
+    @property
+    def gunicorn(self):
+        """The process ids: of the master, then of its worker."""
+        return [
+            pid
+            for pid in marked(self.mark)
+            if b"\0gunicorn\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
+
+    def errors(self):
+        """What it said on standard error; fails if, within a second, anything is left.
+
+        Each of its processes holds its standard error.
+        """
+        try:
+            output, errors = self.process.communicate(timeout=1)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"still there: {marked(self.mark)}")
+        assert left(self.mark) == []
+        assert list(self.place.iterdir()) == []
+        assert output == ""
+        return errors
+
+
+def marked(mark):
+    """The ids of the processes that have this mark in their environment."""
+    return sorted(
+        int(folder.name)
+        for folder in Path("/proc").glob("[1-9]*")
+        if mark.encode() in content(folder / "environ")
+    )
+
+
+def left(mark):
+    """Those that are still there after a second."""
+    deadline = time.monotonic() + 1
+    for pid in marked(mark):
+        with suppress(ProcessLookupError), open(os.pidfd_open(pid)) as process:
+            select.select([process], [], [], max(0, deadline - time.monotonic()))
+    return marked(mark)
+
+
+def content(file):
+    try:
+        return file.read_bytes()
+    except (FileNotFoundError, PermissionError, ProcessLookupError):
+        return b""
+
+
+def call(url, token, body=None, path=PROJECTS):
+    """Status, headers and content of the answer to a GET, or with a body to a POST."""
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+    request = urllib.request.Request(url + path, body, headers)
+    try:
+        answer = urllib.request.urlopen(request, timeout=LIMIT)
+    except urllib.error.HTTPError as error:
+        answer = error
+    with answer:
+        return answer.status, answer.headers, json.load(answer)
+
+
+def refuses(url):
+    """Whether the port is closed within a second, if need be."""
+    host, port = url.removeprefix("http://").split(":")
+    with suppress(ConnectionRefusedError):
+        while True:  # each turn ends when whoever still listens does
+            with (
+                socket.create_connection((host, port), timeout=1) as connection,
+                suppress(ConnectionResetError),
+            ):
+                connection.recv(1)
+    return True
+
+
+@pytest.fixture
+def start(tmp_path):
+    """A function that starts the command, or another that does, for a `with`."""
+    place = tmp_path / "place"
+    place.mkdir()
+
+    @contextmanager
+    def start(*options, command=COMMAND, stdin=subprocess.PIPE, **variables):
+        mark = f"MARK={uuid.uuid4()}"
+        environment = os.environ | {"TMPDIR": str(place), "MARK": mark[5:]} | variables
+        process = subprocess.Popen(
+            [*command, *options],
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        limit = threading.Timer(LIMIT, process.kill)
+        limit.start()
+        with process:
+            try:
+                yield Service(process, mark, place)
+            finally:
+                limit.cancel()
+                process.kill()
+
+    return start
+
+
+@pytest.fixture
+def service(start):
+    with start() as service:
+        yield service
+
+
+def test_input_and_output_are_lines_of_json(service):
+    ready = service.read()
+    assert ready == {"url": ready["url"], "token": ready["token"]}
+    tokens = [ready["token"]]
+    for line in ["ann", "", "ann", '{"account": "ann"}', "{}", "Zoë O'Hara"]:
+        answer = service.ask(line)
+        assert list(answer) == ["token"]
+        tokens.append(answer["token"])
+    for token in tokens:
+        assert call(ready["url"], token, b"{}")[0] == 201
+    lists = [call(ready["url"], token)[2] for token in tokens]
+    assert [len(projects) for projects in lists] == [1, 3, 1, 3, 3, 1, 1]
+    assert lists[1] == lists[3] == lists[4]
+
+
+WRONG = [
+    " ",
+    "a\tb",
+    "a\u2028b",
+    "{",
+    "{} {}",
+    '{"account": null}',
+    '{"account": 1}',
+    '{"account": "\\ud800"}',
+    '{"account": "a\\u0000"}',
+    '{"account": "ann", "expired": 1}',
+    '{"account": "ann", "expired": "true"}',
+    '{"account": "ann", "expires": true}',
+    '{"Account": "ann"}',
+    '{"account": ' + "9" * 5000 + "}",
+    '{"account": ' * 100_000,
+]
+
+
+def test_wrong_line_is_answered_with_an_error(service):
+    service.read()
+    for line in WRONG:
+        answer = service.ask(line)
+        assert list(answer) == ["error"], line
+        assert answer["error"]
+        assert "\n" not in answer["error"]
+    assert list(service.ask("ann")) == ["token"]
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_line_that_is_not_utf8_is_answered_with_an_error(start, errors):
+    with start(PYTHONIOENCODING=f"utf-8:{errors}") as service:
+        service.read()
+        service.process.stdin.buffer.write(b"\xff\n")
+        assert list(service.ask("ann")) == ["error"]
+        assert list(service.read()) == ["token"]
+
+
+def test_expired_token_is_refused_as_such(service):
+    url = service.read()["url"]
+    token = service.ask('{"account": "ann", "expired": true}')["token"]
+    status, headers, _ = call(url, token)
+    assert status == 401
+    assert 'error="invalid_token"' in headers["WWW-Authenticate"]
+    valid = service.ask('{"account": "ann", "expired": false}')["token"]
+    assert call(url, valid)[0] == 200
+
+
+def test_service_announces_that_it_closes_on_an_unread_body(service):
+    port = service.read()["url"].rpartition(":")[2]
+    with Client(port, "unknown") as client:
+        for size, connection in [(100, "keep-alive"), (100_000, "close")]:
+            status, headers, _ = client.ask("POST", PROJECTS, {"name": size * "x"})
+            assert (status, headers["Connection"]) == (401, connection)
+
+
+def test_end_of_input_ends_it(service):
+    url = service.read()["url"]
+    assert len(marked(service.mark)) == 4
+    assert service.errors() == ""
+    assert service.process.returncode == 0
+    assert refuses(url)
+
+
+# As a script has it for what it starts with `&`.
+IGNORING = ["sh", "-c", 'trap "" INT TERM; exec "$@"', "sh", *COMMAND]
+
+
+@pytest.mark.parametrize("command", [COMMAND, IGNORING], ids=["", "ignored"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_signal_ends_it(start, command, name):
+    with start(command=command) as service:
+        url = service.read()["url"]
+        service.process.send_signal(signal.Signals[name])
+        assert service.process.wait(timeout=1) == 0
+        assert service.errors() == ""
+        assert refuses(url)
+
+
+def test_signal_to_each_of_its_processes_ends_it(start):
+    """As from pkill -f."""
+    with start() as service:
+        url = service.read()["url"]
+        for pid in marked(service.mark):
+            with suppress(ProcessLookupError):  # it ended with one before
+                os.kill(pid, signal.SIGTERM)
+        service.process.wait(timeout=1)
+        service.errors()
+        assert refuses(url)
+
+
+@pytest.mark.parametrize("command", [[], [sys.executable, "-c", AS_PARENT]])
+def test_kill_of_it_or_of_its_parent_ends_it(start, command):
+    with start(command=[*command, *COMMAND], stdin=subprocess.DEVNULL) as service:
+        url = service.read()["url"]
+        service.process.kill()
+        assert service.errors() == ""
+        assert refuses(url)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_kill_while_it_starts_leaves_nothing(start, count):
+    with start() as service:
+        while len(marked(service.mark)) < count:
+            assert service.process.poll() is None
+        service.process.kill()
+        assert service.errors() == ""
+
+
+@pytest.mark.parametrize("name", ["/dev/null", "file", "closed"])
+def test_other_input_does_not_end_it(start, tmp_path, name):
+    (tmp_path / "file").write_text("ann\n\n")
+    closing = ["sh", "-c", 'exec "$@" <&-', "sh", *COMMAND]
+    with (
+        open(tmp_path / name.replace("closed", "file")) as file,
+        start(command=closing if name == "closed" else COMMAND, stdin=file) as service,
+    ):
+        ready = service.read()
+        if name == "file":
+            assert [list(service.read()) for _ in range(2)] == [["token"], ["token"]]
+        with pytest.raises(subprocess.TimeoutExpired):
+            service.process.wait(timeout=0.3)
+        assert call(ready["url"], ready["token"])[0] == 200
+        service.process.terminate()
+        assert service.process.wait(timeout=1) == 0
+        assert service.errors() == ""
+
+
+@pytest.mark.parametrize("key", [b"\x03", b"\x04"], ids=["Ctrl-C", "Ctrl-D"])
+def test_key_ends_it_at_a_terminal(start, key):
+    ours, theirs = os.openpty()
+    at_terminal = [sys.executable, "-c", AT_TERMINAL, *COMMAND]
+    with (
+        open(ours, "rb", buffering=0) as screen,
+        open(theirs, "r+b", buffering=0) as keyboard,
+        start(command=at_terminal, stdin=keyboard) as service,
+    ):
+        assert list(json.loads(screen.readline())) == ["url", "token"]
+        os.write(ours, b"ann\n")
+        assert screen.readline() == b"ann\r\n"  # the echo
+        assert list(json.loads(screen.readline())) == ["token"]
+        os.write(ours, key)
+        assert service.process.wait(timeout=1) == 0
+        assert service.errors() == ""
+        os.write(keyboard.fileno(), b"$\n")
+        assert screen.readline() in (b"$\r\n", b"^C$\r\n")  # no traceback
+
+
+def test_closed_terminal_ends_it(start):
+    ours, theirs = os.openpty()
+    at_terminal = [sys.executable, "-c", AT_TERMINAL, *COMMAND]
+    with (
+        open(theirs, "rb", buffering=0) as keyboard,
+        start(command=at_terminal, stdin=keyboard) as service,
+    ):
+        with open(ours, "rb", buffering=0) as screen:
+            url = json.loads(screen.readline())["url"]
+        service.process.wait(timeout=1)
+        assert service.errors() == ""
+        assert refuses(url)
+
+
+HOSTILE = {
+    "FLASK_DATABASE": "/no/such/folder/theirs.db",
+    "FLASK_MAX_CONTENT_LENGTH": "1",
+    "GARDENING_BIND": "theirs",
+    "GUNICORN_CMD_ARGS": "--bind=theirs --workers=9",
+    "WEB_CONCURRENCY": "99",
+}
+
+
+def test_settings_of_the_caller_do_not_reach_the_service(start, tmp_path):
+    for name in ("app", "auth", "schemas", "store"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('theirs')")
+    with start(PYTHONPATH=str(tmp_path), PYTHONOPTIMIZE="2", **HOSTILE) as service:
+        ready = service.read()
+        assert call(ready["url"], ready["token"], b'{"name": "Park"}')[0] == 201
+        assert len(service.gunicorn) == 2
+        for pid in service.gunicorn:
+            environment = dict(
+                line.split("=", 1)
+                for line in Path(f"/proc/{pid}/environ").read_text().split("\0")[:-1]
+            )
+            found = {k: v for k, v in environment.items() if k.startswith(FOREIGN)}
+            [folder] = service.place.iterdir()
+            assert found == {"FLASK_DATABASE": str(folder / "gardening.db")}
+        assert service.errors() == ""
+
+
+def test_two_run_side_by_side(start):
+    with start() as one, start() as other:
+        ready, others = one.read(), other.read()
+        assert call(ready["url"], ready["token"])[0] == 200
+        assert call(ready["url"], others["token"])[0] == 401
+        one.process.terminate()
+        assert one.process.wait(timeout=1) == 0
+        assert call(others["url"], others["token"])[0] == 200
+
+
+def run(*options):
+    """Status, output and errors of a command that ends by itself."""
+    ended = subprocess.run(
+        [*COMMAND, *options],
+        stdin=subprocess.DEVNULL,
+        text=True,
+        capture_output=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help_explains_it_in_ten_lines(option):
+    status, output, errors = run(option)
+    assert (status, errors) == (0, "")
+    assert len(output.splitlines()) <= 10
+    for word in ("--bind", "url", "token", "expired", "error", "SIGTERM", "/dev/null"):
+        assert word in output
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--port=1", "x", "--bind", *(f"--bind={x}" for x in ("x", "h:x", ":-1", "::1:0"))],
+)
+def test_wrong_option_is_one_line(option):
+    status, output, errors = run(option)
+    assert (status, output) == (2, "")
+    assert errors.startswith("gardening-test-service: error: ")
+    assert errors.count("\n") == 1
+
+
+def test_bind_chooses_the_address_which_must_be_free(start):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        with start("--bind", address) as service:
+            errors = service.errors()
+            assert service.process.returncode == 2
+            assert errors.count("\n") == 1
+            assert address in errors
+            assert "in use" in errors
+    with start("--bind", address) as service:
+        assert service.read()["url"] == f"http://{address}"
+
+
+def copy_broken(folder):
+    """The service, with a module that cannot be imported."""
+    for file in [*ROOT.glob("*.py"), ROOT / "openapi.json"]:
+        shutil.copy(file, folder)
+    (folder / "schemas.py").write_text("raise RuntimeError('no soil')")
+
+
+def test_service_that_does_not_start_says_why(start, tmp_path):
+    copy_broken(tmp_path)
+    command = [sys.executable, str(tmp_path / "testservice.py")]
+    with start(command=command, stdin=subprocess.DEVNULL) as service:
+        assert service.process.wait(timeout=LIMIT) == 1
+        assert "RuntimeError: no soil" in service.errors()
+
+
+def test_missing_folder_for_its_data_is_named(start, tmp_path):
+    with start(TMPDIR=str(tmp_path / "missing")) as service:
+        assert service.process.wait(timeout=LIMIT) == 1
+        assert str(tmp_path / "missing") in service.errors()
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
+def test_service_that_somebody_ends_ends_the_command(service, name):
+    url = service.read()["url"]
+    os.kill(service.gunicorn[0], signal.Signals[name])
+    assert service.process.wait(timeout=LIMIT) == 1
+    assert "The service has ended." in service.errors()
+    assert refuses(url)
