@@ -1,0 +1,194 @@
+"""The page /docs/, in a browser, alone and behind nginx; and what leads to it."""
+
+import http.client
+import json
+import re
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import pytest
+import test_proxy
+from conftest import BIN, PROJECTS, ROOT, Client
+from test_proxy import HOST, assert_problem, proxy
+
+from auth import digest
+
+
+@pytest.fixture
+def database(path):
+    return path
+
+
+@pytest.fixture
+def upstream(gardening):
+    return int(gardening.url.rpartition(":")[2])
+
+
+@pytest.fixture
+def client(upstream, gardening):
+    """Past nginx and the browser."""
+    with Client(upstream, gardening.token) as client:
+        yield client
+
+
+@pytest.fixture
+def alone(gardening):
+    return gardening.url
+
+
+@pytest.fixture
+def under_a_prefix(upstream, tmp_path):
+    with proxy(tmp_path, upstream) as nginx:
+        yield f"https://{HOST}:{nginx.port}/garden"
+
+
+@pytest.fixture(
+    params=["alone", pytest.param("under_a_prefix", marks=test_proxy.pytestmark)]
+)
+def base(request):
+    """The address of the service, without a slash at the end."""
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def docs(page, base):
+    """The page as a person finds it; fails if anything goes wrong in it, or outside."""
+    pytest.importorskip("flask_swagger_ui")
+    wrong = []
+
+    def watch(event: str, is_wrong: Callable[[Any], bool] = lambda _: True) -> None:
+        page.on(event, lambda seen: is_wrong(seen) and wrong.append(repr(seen)))
+
+    watch("console", lambda message: message.type in ("error", "warning"))
+    watch("pageerror")
+    watch("request", lambda request: not request.url.startswith(f"{base}/"))
+    watch("requestfailed")
+    watch("response", lambda response: response.status >= 400)
+    page.goto(f"{base}/")
+    page.get_by_text("List your Projects").wait_for()
+    yield page
+    assert wrong == []
+
+
+class Operation:
+    """An operation on the page, opened to try it out."""
+
+    def __init__(self, page: Any, name: str) -> None:
+        self.block = page.locator(f"#operations-projects-{name}")
+        self.block.get_by_role("button").first.click()
+        self.press("Try it out")
+
+    def press(self, name: str) -> None:
+        self.block.get_by_role("button", name=name, exact=True).click()
+
+    def execute(self, body: object = None, **parameters: str) -> tuple[str, object]:
+        """Status and JSON of the answer as the page shows them."""
+        for name, value in parameters.items():
+            self.block.get_by_placeholder(name, exact=True).fill(value)
+        if body is not None:
+            self.block.get_by_role("textbox").last.fill(json.dumps(body))
+        self.press("Execute")
+        answer = self.block.locator(".live-responses-table")
+        status = answer.locator("tbody .response-col_status").inner_text()
+        code = answer.locator("h5:text('Response body') + * code")
+        return status, json.loads(code.inner_text()) if code.count() else None
+
+
+def test_address_leads_to_a_page_where_every_operation_works(
+    docs, base, gardening, client
+):
+    assert docs.url == f"{base}/docs/"
+    docs.get_by_role("button", name="Authorize", exact=True).click()
+    dialog = docs.locator(".dialog-ux")
+    dialog.get_by_role("textbox").fill(gardening.token)
+    dialog.get_by_role("button", name="Apply credentials").click()
+    dialog.get_by_role("button", name="Close").last.click()
+
+    status, project = Operation(docs, "createProject").execute()
+    url, id = f"{PROJECTS}/{project['id']}", project["id"]
+    assert (status, client.call("GET", url)) == ("201", (200, project))
+    assert project["name"] == "Buena Vista Park,SF"
+    assert Operation(docs, "listProjects").execute() == ("200", [project])
+    assert Operation(docs, "getProject").execute(projectId=id) == ("200", project)
+    change = {"name": "Buena Vista"}
+    status, changed = Operation(docs, "updateProject").execute(change, projectId=id)
+    assert (status, client.call("GET", url)) == ("200", (200, changed))
+    assert changed == project | change | {
+        "version": 2,
+        "updated_at": changed["updated_at"],
+    }
+    assert Operation(docs, "deleteProject").execute(projectId=id) == ("204", None)
+    assert client.call("GET", PROJECTS) == (200, [])
+
+
+@pytest.fixture
+def without_docs(environment, tmp_path):
+    """The environment of a Python that cannot import flask-swagger-ui."""
+    (tmp_path / "flask_swagger_ui.py").write_text("raise ImportError")
+    return environment | {"PYTHONPATH": str(tmp_path)}
+
+
+@pytest.fixture
+def with_docs(environment):
+    pytest.importorskip("flask_swagger_ui")
+    return environment
+
+
+@contextmanager
+def flask_run(environment: dict[str, str]) -> Iterator[tuple[int, str]]:
+    """`flask run`: its port, and what it prints until it listens there."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with subprocess.Popen(
+        [BIN / "flask", "run", f"--port={port}"],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as server:
+        limit = threading.Timer(20, server.kill)
+        limit.start()
+        try:
+            printed = ""
+            while f"Running on http://127.0.0.1:{port}\n" not in printed:
+                line = server.stdout.readline()
+                assert line, printed
+                printed += line
+            yield port, printed
+        finally:
+            limit.cancel()
+            server.kill()
+
+
+def fetch(port: int, path: str) -> test_proxy.Answer:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    with closing(connection):
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.headers, answer.read()
+
+
+@pytest.mark.parametrize("has_token", [False, True])
+@pytest.mark.parametrize("setup", ["with_docs", "without_docs"])
+def test_flask_run_prints_what_applies(setup, has_token, store, request):
+    if has_token:
+        store.add_token("ann", digest("x"))
+    with flask_run(request.getfixturevalue(setup)) as (port, printed):
+        paths = re.findall(rf"http://127.0.0.1:{port}(/\S+)", printed)
+        assert len(paths) == (setup == "with_docs")
+        for path in paths:
+            status, headers, _ = fetch(port, path)
+            assert (status, headers.get_content_type()) == (200, "text/html")
+    assert printed.count("token create ACCOUNT") == (not has_token)
+
+
+def test_service_without_the_package_has_no_page(without_docs, token):
+    with flask_run(without_docs) as (port, _), Client(port, token) as client:
+        for path in ("/", "/docs", "/docs/"):
+            assert_problem(fetch(port, path), 404)
+        assert client.call("POST", PROJECTS, {})[0] == 201
