@@ -163,7 +163,12 @@ class PostgresStore:
             FROM (SELECT concat(max(revision), '-', %(page)s::bigint, '-',
                 %(size)s::bigint) AS etag
                 FROM account WHERE name = %(account)s) AS list"""
-        values = {"account": account, "known": list(known), "page": page, "size": size}
+        values = {
+            "account": account,
+            "known": storable(known),
+            "page": page,
+            "size": size,
+        }
         return ProjectList(*self._read(sql, **values)[0])
 
     def add_token(self, account: str, digest: bytes, days: int | None = None) -> None:
@@ -188,7 +193,7 @@ class PostgresStore:
         return bool(self._write(sql, id=id))
 
     def _change(self, sql: str, etags: Etags, **values: Any) -> Any:
-        values |= {"etags": None if etags is None else list(etags)}
+        values |= {"etags": None if etags is None else storable(etags)}
         rows = self._write(sql, **values | {"id": values["id"].replace("\0", "?")})
         if rows:
             return rows[0]
@@ -207,6 +212,11 @@ class PostgresStore:
 
     def _now(self) -> int:
         return int(self._clock() * 1000)
+
+
+def storable(etags: Collection[str]) -> list[str]:
+    # Werkzeug parses an empty ETag as None.
+    return [(etag or "").replace("\0", "?") for etag in etags]
 
 
 class Connection(psycopg.Connection[tuple[Any, ...]]):

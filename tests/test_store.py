@@ -747,6 +747,12 @@ def test_folder_in_the_place_of_the_queue_stops_writers(store, park, path):
     store.create_project("ann", {})
 
 
+def test_etag_with_a_nul_is_no_etag(store, park):
+    assert store.list_projects("ann", ["\0"]).document
+    with pytest.raises(Stale):
+        store.update_project("ann", park.id, {}, ["\0"])
+
+
 @on_sqlite
 def test_store_opens_while_a_writer_is_stuck(store, park, path):
     with open(f"{path}-lock") as queue:
