@@ -289,7 +289,11 @@ def sockets(pid, port):
     """The process's connections to the port, as the kernel names them."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
     ours = {f"socket:[{row[9]}]" for row in rows if row[2].endswith(f":{port:04X}")}
-    return ours & {os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()}
+    held = set()
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it was closed meanwhile
+            held.add(os.readlink(file))
+    return ours & held
 
 
 FORK = """
