@@ -1,19 +1,13 @@
-import http.client
-import json
 import os
 import shutil
-import socket
 import sqlite3
-import subprocess
-import sys
-import threading
 import time
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import ExitStack
 
 import pytest
 from conformance import check_response
 from flask.testing import FlaskClient
+from running import PROJECTS, flask
 
 from app import create_app
 from auth import digest
@@ -21,11 +15,6 @@ from store import SQLiteStore
 
 pytest_plugins = ["testing"]
 
-PROJECTS = "/api/v1/gardening/projects"
-POINT = {"type": "Point", "coordinates": [-122.4410896675, 37.768361565]}
-ROOT = Path(__file__).parent.parent
-BIN = Path(sys.executable).parent
-LIMIT = 60  # seconds for a thread or a process to end, however slow the machine
 CHROMIUM = shutil.which("chromium")
 CHROMIUM_OPTIONS = [
     "--no-sandbox",
@@ -178,40 +167,6 @@ def token(environment):
     return flask("token", "create", "ann", environment=environment).strip()
 
 
-def flask(*arguments, environment):
-    """What the command prints."""
-    return subprocess.check_output(
-        [BIN / "flask", *arguments],
-        cwd=ROOT,
-        env=environment,
-        text=True,
-        timeout=LIMIT,
-    )
-
-
-@contextmanager
-def gunicorn(environment, *options, stdout=subprocess.DEVNULL):
-    """gunicorn with its own settings, and these: its process and its port."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        # As gunicorn does for a socket of its own.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        port = listener.getsockname()[1]
-        command = [BIN / "gunicorn", "--bind", f"fd://{listener.fileno()}"]
-        process = subprocess.Popen(
-            [*command, "--workers=2", "--log-level=warning", *options],
-            cwd=ROOT,
-            env=environment,
-            pass_fds=[listener.fileno()],
-            stdout=stdout,
-            start_new_session=True,
-        )
-    try:
-        yield process, port
-    finally:
-        process.terminate()
-        process.wait(LIMIT)
-
-
 @pytest.fixture(scope="module")  # its event loop must not meet that of another module
 def browser():
     """Headless Chromium."""
@@ -233,55 +188,3 @@ def page(browser):
     with browser.new_page() as page:
         page.set_default_timeout(20_000)
         yield page
-
-
-class Client(http.client.HTTPConnection):
-    """A connection that is kept alive, with a token."""
-
-    def __init__(self, port, token):
-        super().__init__("127.0.0.1", port, timeout=LIMIT)
-        self.authorization = {"Authorization": f"Bearer {token}"}
-
-    def call(self, method, path, body=None):
-        """Status and JSON of the answer."""
-        status, _, content = self.ask(method, path, body)
-        return status, json.loads(content) if content else None
-
-    def ask(self, method, path, body=None):
-        """Status, headers and content of the answer."""
-        headers = self.authorization | {"Content-Type": "application/json"}
-        self.request(method, path, None if body is None else json.dumps(body), headers)
-        response = self.getresponse()
-        content = response.read()
-        route = path.removeprefix("/garden").split("?")[0]
-        check_response(method, route, response.status, response.headers, content)
-        return response.status, response.headers, content
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
-
-
-def at_once(work, count=8, errors=()):
-    """What `work(number)` returns in each of so many threads, or which of the errors."""
-    results, start = [None] * count, threading.Barrier(count)
-
-    def run(number):
-        start.wait(LIMIT)
-        try:
-            results[number] = work(number)
-        except errors as error:
-            results[number] = error
-
-    threads = [
-        threading.Thread(target=run, args=(number,), daemon=True)
-        for number in range(count)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT)
-        assert not thread.is_alive()
-    return results

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 from click import ClickException
-from conftest import POINT, PROJECTS, at_once, on_sqlite
+from conftest import on_sqlite
 from flask.testing import FlaskClient
+from running import POINT, PROJECTS, at_once
 
 from app import create_app
 

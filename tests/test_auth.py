@@ -6,7 +6,8 @@ import re
 from datetime import date
 
 import pytest
-from conftest import PROJECTS, on_sqlite
+from conftest import on_sqlite
+from running import PROJECTS
 
 AUTH = "/api/v1/hello-service/auth"
 CHALLENGE = 'Bearer realm="gardening"'

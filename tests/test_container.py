@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PROJECTS, ROOT, Client
+from running import PROJECTS, ROOT, Client
 
 LIMIT = 30  # seconds for a command, or for a container to do its work
 DEBIAN, PYTHON = "bookworm", "3.11"

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import test_proxy
-from conftest import PROJECTS
+from running import PROJECTS
 from test_proxy import Answer, Client, assert_problem, proxy
 
 ALLOWED = {"Authorization", "Content-Type", "If-Match", "If-None-Match"}

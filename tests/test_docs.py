@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import test_proxy
-from conftest import BIN, PROJECTS, ROOT, Client
+from running import BIN, PROJECTS, ROOT, Client
 from test_proxy import HOST, assert_problem, proxy
 
 from auth import digest

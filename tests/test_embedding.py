@@ -8,7 +8,7 @@ import sys
 import uuid
 
 import pytest
-from conftest import ROOT, at_once
+from running import ROOT, at_once
 from test_readme import blocks, needs
 from test_testservice import HOSTILE, LIMIT, call, copy_broken, left, refuses
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
-from conftest import BIN, PROJECTS, ROOT, Client, gunicorn
+from running import BIN, PROJECTS, ROOT, Client, gunicorn
 
 HELLO = "/api/v1/hello-service"
 UNREAD = {  # requests that are answered before their body is read

@@ -14,7 +14,7 @@ from http.client import HTTPException
 from pathlib import Path
 
 import pytest
-from conftest import BIN, PROJECTS, ROOT, Client, at_once, gunicorn
+from running import BIN, PROJECTS, ROOT, Client, at_once, gunicorn
 
 PAGE = ROOT / "OPERATIONS.md"
 LITESTREAM = shutil.which("litestream", path=f"{BIN}:{os.environ['PATH']}")

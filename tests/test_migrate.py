@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from conftest import ROOT
 from postgresql import server
+from running import ROOT
 
 from auth import digest
 from postgres import PostgresStore

@@ -6,9 +6,10 @@ from urllib.parse import urljoin
 
 import pytest
 from conformance import API, FILE, resolve, validator
-from conftest import BIN, LIMIT, POINT, PROJECTS, ROOT, on_sqlite
+from conftest import on_sqlite
 from flask.testing import FlaskClient
 from marshmallow import ValidationError
+from running import BIN, LIMIT, POINT, PROJECTS, ROOT
 
 import schemas
 

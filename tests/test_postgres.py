@@ -18,8 +18,8 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from conftest import BIN, PROJECTS, ROOT, Client, at_once, gunicorn
 from postgresql import AS_SERVER, BINARIES, server
+from running import BIN, PROJECTS, ROOT, Client, at_once, gunicorn
 from test_processes import workers
 
 from app import create_app

@@ -15,7 +15,7 @@ from itertools import chain, takewhile
 from pathlib import Path
 
 import pytest
-from conftest import BIN, LIMIT, PROJECTS, ROOT, Client, at_once, flask, gunicorn
+from running import BIN, LIMIT, PROJECTS, ROOT, Client, at_once, flask, gunicorn
 
 PRELOAD = pytest.mark.parametrize("options", [[], ["--preload"]], ids=["", "preload"])
 BROKEN = (OSError, http.client.HTTPException)

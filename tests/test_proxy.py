@@ -18,9 +18,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-import conftest
 import pytest
-from conftest import PROJECTS, ROOT, at_once, gunicorn
+import running
+from running import PROJECTS, ROOT, at_once, gunicorn
 
 NGINX = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
 HOST = "gardening.example.org"
@@ -115,7 +115,7 @@ def proxy(
         process.wait(20)
 
 
-class Client(conftest.Client):
+class Client(running.Client):
     """The same over TLS, whoever signed the certificate."""
 
     def connect(self) -> None:
@@ -239,7 +239,7 @@ def client(nginx, gardening):
 
 
 def test_http_leads_to_https(nginx):
-    with conftest.Client(nginx.plain_port, "x") as client:
+    with running.Client(nginx.plain_port, "x") as client:
         client.request("POST", PROJECTS + "?page=1", "{}", {"Host": HOST})
         response = client.getresponse()
         assert response.status == 308
@@ -286,7 +286,7 @@ def test_refusal_of_what_is_no_request_is_a_problem_document(client, request_lin
 
 
 def test_http_on_the_port_of_https_is_a_problem_document(nginx):
-    with conftest.Client(nginx.port, "x") as client:
+    with running.Client(nginx.port, "x") as client:
         client.request("GET", PROJECTS)
         response = client.getresponse()
         assert_problem((response.status, response.headers, response.read()), 400)
@@ -331,7 +331,7 @@ def test_errors_of_the_service_pass_as_they_are(client, upstream, gardening):
         ("POST", PROJECTS, b"{"),
         ("POST", PROJECTS, b'{"nam": 1}'),
     ]
-    with conftest.Client(upstream, gardening.token) as direct:
+    with running.Client(upstream, gardening.token) as direct:
         for method, path, body in asked:
             status, headers, content = client.fetch(
                 method, path, body, Content_Type="application/json"

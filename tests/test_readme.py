@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from conftest import BIN, PROJECTS, ROOT, Client, gunicorn
+from running import BIN, PROJECTS, ROOT, Client, gunicorn
 
 from auth import digest
 from store import SQLiteStore

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from conftest import POINT
 from marshmallow import ValidationError
+from running import POINT
 
 import schemas
 

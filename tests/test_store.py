@@ -12,7 +12,8 @@ import time
 from contextlib import closing, contextmanager
 
 import pytest
-from conftest import LIMIT, POINT, at_once, on_sqlite
+from conftest import on_sqlite
+from running import LIMIT, POINT, at_once
 
 import store as module
 from store import NotFound, SQLiteStore, Stale, Unavailable

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from conftest import PROJECTS, ROOT, Client
+from running import PROJECTS, ROOT, Client
 
 COMMAND = [sys.executable, str(ROOT / "testservice.py")]
 LIMIT = 60  # seconds, for what takes less than one

@@ -1,0 +1,194 @@
+"""What the tests share: the service's programs as processes, its clients, its pages."""
+
+import http.client
+import json
+import os
+import re
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from conformance import check_response
+
+PROJECTS = "/api/v1/gardening/projects"
+POINT = {"type": "Point", "coordinates": [-122.4410896675, 37.768361565]}
+ROOT = Path(__file__).parent.parent
+BIN = Path(sys.executable).parent
+LIMIT = 60  # seconds for whatever is no promise of a time, however slow the machine
+
+
+def needs(program):
+    """A mark for a test of a program that pip cannot install."""
+    missing = not shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin")
+    return pytest.mark.skipif(missing, reason=f"{program} is not installed")
+
+
+def blocks(page, heading=None, language="sh"):
+    """The blocks of this language on a page of the documentation, or under a heading."""
+    text = (ROOT / page).read_text()
+    if heading:
+        section = rf"^(#+) {re.escape(heading)}\n(.*?)(?=^\1 |\Z)"
+        [(_, text)] = re.findall(section, text, re.DOTALL | re.MULTILINE)
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def run(*command, status=0, folder=ROOT, environment=None, **options):
+    """A command that has ended, with this status; its output and errors are text."""
+    ended = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=LIMIT,
+        check=False,
+        **options,
+    )
+    assert ended.returncode == status, ended.stdout + ended.stderr
+    return ended
+
+
+def flask(*arguments, environment, **options):
+    """What a command of the service prints."""
+    return run(BIN / "flask", *arguments, environment=environment, **options).stdout
+
+
+@contextmanager
+def flask_run(environment, *options, folder=ROOT):
+    """`flask run` on a free port: its address, and the lines that it prints."""
+    with subprocess.Popen(
+        [BIN / "flask", "run", "--port=0", *options],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as server:
+        limit = threading.Timer(LIMIT, server.kill)  # which ends the lines
+        limit.start()
+        try:
+            printed = []
+            for line in server.stdout:
+                printed.append(line)
+                if address := re.search(r"Running on (http://\S+)", line):
+                    yield address[1], printed
+                    return
+            pytest.fail("".join(printed))
+        finally:
+            limit.cancel()
+            server.kill()
+
+
+@contextmanager
+def gunicorn(environment, *options, stdout=subprocess.DEVNULL):
+    """gunicorn with its own settings, and these: its process and its port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        # As gunicorn does for a socket of its own.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        port = listener.getsockname()[1]
+        command = [BIN / "gunicorn", "--bind", f"fd://{listener.fileno()}"]
+        process = subprocess.Popen(
+            [*command, "--workers=2", "--log-level=warning", *options],
+            cwd=ROOT,
+            env=environment,
+            pass_fds=[listener.fileno()],
+            stdout=stdout,
+            start_new_session=True,
+        )
+    try:
+        yield process, port
+    finally:
+        process.terminate()
+        process.wait(LIMIT)
+
+
+def workers(process):
+    """The process ids of gunicorn's workers."""
+    children = f"/proc/{process.pid}/task/{process.pid}/children"
+    return [int(pid) for pid in Path(children).read_text().split()]
+
+
+class Client(http.client.HTTPConnection):
+    """A connection that is kept alive, with a token."""
+
+    def __init__(self, port, token):
+        super().__init__("127.0.0.1", port, timeout=LIMIT)
+        self.authorization = {"Authorization": f"Bearer {token}"}
+
+    def call(self, method, path, body=None):
+        """Status and JSON of the response, which must be as openapi.json says."""
+        status, _, content = self.ask(method, path, body)
+        return status, json.loads(content) if content else None
+
+    def ask(self, method, path, body=None, **headers):
+        """Status, headers and content of the response, which must be as it says, too."""
+        body = None if body is None else json.dumps(body)
+        headers = {"Content_Type": "application/json"} | headers
+        status, received, content = self.fetch(method, path, body, **headers)
+        route = path.removeprefix("/garden").split("?")[0]
+        check_response(method, route, status, received, content)
+        return status, received, content
+
+    def fetch(self, method, path, body=None, **headers):
+        """Status, headers and content of any response at all."""
+        headers = {name.replace("_", "-"): value for name, value in headers.items()}
+        self.request(method, path, body, self.authorization | headers)
+        response = self.getresponse()
+        return response.status, response.headers, response.read()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+class TLSClient(Client):
+    """The same over TLS, whoever signed the certificate."""
+
+    def connect(self):
+        super().connect()
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        self.sock = context.wrap_socket(
+            self.sock, server_hostname="gardening.example.org"
+        )
+
+
+def wait_for(condition):
+    """What the condition returns, once that is true."""
+    deadline = time.monotonic() + LIMIT
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return found
+
+
+def at_once(work, count=8, errors=()):
+    """What `work(number)` returns in each of so many threads, or which of the errors."""
+    results, start = [None] * count, threading.Barrier(count)
+
+    def run(number):
+        start.wait(LIMIT)
+        try:
+            results[number] = work(number)
+        except errors as error:
+            results[number] = error
+
+    threads = [
+        threading.Thread(target=run, args=(number,), daemon=True)
+        for number in range(count)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+        assert not thread.is_alive()
+    return results
