@@ -7,23 +7,20 @@ to the handlers at the end.
 import json
 import os
 import re
-import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any, NoReturn
-from urllib.parse import parse_qs
+from urllib.parse import parse_qsl
 
-import click
 from flask import Blueprint, Flask, Response, current_app, redirect, request, url_for
-from flask.blueprints import BlueprintSetupState
 from marshmallow import ValidationError
 from werkzeug import exceptions as http
 from werkzeug.http import quote_etag
 from werkzeug.routing import Rule
 
+import commands
 import schemas
 import store
-from auth import current_store, token_commands, token_required
+from auth import token_required
 
 TITLE = "Gardening Project Service"
 MAX_BODY = 64 * 1024  # bytes; a Project needs less than a KiB
@@ -35,65 +32,68 @@ api = Blueprint("api", __name__)
 def create_app(config: Mapping[str, Any] | None = None) -> Flask:
     """Build the service; `config` overrides FLASK_* variables, which override the defaults.
 
-    Raises ClickException, which `flask` prints as one line, for an unusable database.
+    Raises store.Unavailable for an unusable database.
     """
     app = Flask(__name__, static_folder=None)
     # Werkzeug silently truncates a chunked body here; the extra byte lets us notice.
     app.config.update(MAX_CONTENT_LENGTH=MAX_BODY + 1, PROVIDE_AUTOMATIC_OPTIONS=False)
     app.config.from_prefixed_env()
+    app.config["DATABASE"] = os.environ.get("FLASK_DATABASE")  # 2026.10 is no number
     app.config.update(config or {})
     app.url_map.merge_slashes = False  # "a//b" is not redirected to "a/b"
+    app.url_map.add(Rule("/api/v1/hello-service", endpoint="hello"))  # any method
+    app.view_functions["hello"] = hello
     app.register_blueprint(api)
-    with suppress(ImportError):  # it is optional
-        from flask_swagger_ui import get_swaggerui_blueprint
-
-        # No badge, which would call another host; no box for other descriptions.
-        look = {"validatorUrl": None, "layout": "BaseLayout", "app_name": TITLE}
-        ui = get_swaggerui_blueprint(".", "../openapi.json", look)
-        ui.before_request(forget_dates)
-        app.register_blueprint(ui, url_prefix="/docs")
-        app.add_url_rule("/", "index", lambda: redirect("docs/"))
-        app.add_url_rule("/docs", "index")
-    app.cli.add_command(token_commands)
-    try:
+    add_page(app)
+    app.cli.add_command(commands.token_commands)
+    with commands.one_line_errors():
         app.extensions["store"] = open_store(app)
-        welcome(app)
-    except store.Unavailable as error:
-        raise click.ClickException(str(error)) from error
+        commands.welcome(app, current_store(app))
     return app
+
+
+def open_store(app: Flask) -> store.Store:
+    if not app.config["DATABASE"]:
+        app.config["DATABASE"] = os.path.join(app.instance_path, "gardening.db")
+        try:
+            os.makedirs(app.instance_path, exist_ok=True)
+        except OSError as error:
+            raise store.Unavailable(f"{error.strerror}: {error.filename}") from error
+    database = str(app.config["DATABASE"])
+    if "://" not in database:
+        return store.Store(store.SQLite(database))
+    try:
+        from postgres import PostgreSQL
+    except ImportError as error:
+        needed = "install psycopg[binary], or this package with the extra postgres"
+        raise store.Unavailable(f"for PostgreSQL, {needed}") from error
+    return store.Store(PostgreSQL(database))
+
+
+def current_store(app: Flask = current_app) -> store.Store:
+    opened: store.Store = app.extensions["store"]
+    return opened
+
+
+def add_page(app: Flask) -> None:
+    """Add the page that describes the API, if the package for it is installed."""
+    try:
+        from flask_swagger_ui import get_swaggerui_blueprint
+    except ImportError:
+        return
+    # No badge, which would call another host; no box for other descriptions.
+    look = {"validatorUrl": None, "layout": "BaseLayout", "app_name": TITLE}
+    page = get_swaggerui_blueprint(".", "../openapi.json", look)
+    page.before_request(forget_dates)
+    app.register_blueprint(page, url_prefix="/docs")
+    app.add_url_rule("/", "index", lambda: redirect("docs/"))
+    app.add_url_rule("/docs", "index")
 
 
 def forget_dates() -> None:
     """Leave caching to ETags: Werkzeug raises OverflowError for dates far ahead."""
     for name in ("HTTP_IF_MODIFIED_SINCE", "HTTP_IF_RANGE"):
         request.environ.pop(name, None)
-
-
-def open_store(app: Flask) -> store.Store:
-    if not app.config.get("DATABASE"):
-        os.makedirs(app.instance_path, exist_ok=True)
-        app.config["DATABASE"] = os.path.join(app.instance_path, "gardening.db")
-    database = str(app.config["DATABASE"])
-    if "://" not in database:
-        return store.SQLiteStore(database)
-    try:
-        from postgres import PostgresStore
-    except ImportError as error:
-        needed = "install psycopg[binary], or this package with the extra postgres"
-        raise store.Unavailable(f"for PostgreSQL, {needed}") from error
-    return PostgresStore(database)
-
-
-def welcome(app: Flask) -> None:
-    """On `flask run`, say what to do next."""
-    command = click.get_current_context(silent=True)
-    if command and command.info_name == "run":
-        if "index" in app.view_functions:
-            address = "http://{host}:{port}/docs/".format(**command.params)
-            click.echo(f"Read and try the API in a browser: {address}")
-        if not app.extensions["store"].list_tokens():
-            click.echo("No access token yet. In another terminal, in this folder, run:")
-            click.echo(f"    {sys.argv[0]} token create ACCOUNT")
 
 
 @api.get("/openapi.json")
@@ -103,15 +103,9 @@ def get_description() -> Response:
         return Response(file.read(), mimetype="application/json")
 
 
-@api.endpoint("hello")
 def hello() -> dict[str, Any]:
     """Greet, whatever the method."""
     return {"greetings": f"Hello from the {TITLE}!", "requestMethod": request.method}
-
-
-@api.record_once
-def route_every_method_to_hello(state: BlueprintSetupState) -> None:
-    state.app.url_map.add(Rule("/api/v1/hello-service", endpoint="hello"))
 
 
 @api.put("/api/v1/hello-service/auth")
@@ -135,8 +129,9 @@ def create_project(account: str) -> Response:
 @token_required
 def list_projects(account: str) -> Response:
     """List the account's Projects, or one page of them."""
-    known = request.if_none_match.as_set(include_weak=True)
-    return revalidated(*current_store().list_projects(account, known, **read_page()))
+    known = tags(request.if_none_match.as_set(include_weak=True))
+    projects = current_store().list_projects(account, known, read_page())
+    return revalidated(projects.etag, projects.document)
 
 
 @api.get("/api/v1/gardening/projects/<id>")
@@ -167,24 +162,25 @@ def delete_project(account: str, id: str) -> Response:
     return response
 
 
-def read_page() -> dict[str, int]:
-    """The page that the query asks for; nothing if there is no query."""
+def read_page() -> store.Page | None:
+    """The page that the query asks for, if there is a query."""
     # request.args raises ValueError for bytes that are not UTF-8.
     query = request.query_string.decode(errors="replace")
-    lists = parse_qs(query, keep_blank_values=True)
-    # A parameter that is given twice stays a list, which is no number.
-    given = {name: all if all[1:] else all[0] for name, all in lists.items()}
-    return schemas.PAGE.load(given) if given else {}
+    given = parse_qsl(query, keep_blank_values=True)
+    names = [name for name, _ in given]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValidationError({name: ["Given more than once."] for name in twice})
+    return store.Page(**schemas.PAGE.load(dict(given))) if given else None
 
 
-def read_key() -> str:
+def read_key() -> str | None:
     """The Idempotency-Key (draft-ietf-httpapi-idempotency-key-header), if any."""
     key = request.headers.get("Idempotency-Key")
     if key is not None and not re.fullmatch("[ -~]{1,255}", key):
         raise http.BadRequest(
             "An Idempotency-Key is 1 to 255 printable ASCII characters."
         )
-    return key or ""
+    return key
 
 
 def read_members() -> dict[str, object]:
@@ -230,7 +226,11 @@ def expected_etags() -> store.Etags:
     """The strong ETags of If-Match (RFC 9110 13.1.1), or None if any will do."""
     if "If-Match" not in request.headers or request.if_match.star_tag:
         return None
-    return request.if_match.as_set()
+    return tags(request.if_match.as_set())
+
+
+def tags(parsed: set[Any]) -> list[str]:
+    return [tag for tag in parsed if tag]  # Werkzeug parses an empty ETag as None
 
 
 def revalidated(etag: str, document: bytes | None) -> Response:

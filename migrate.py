@@ -14,8 +14,8 @@ from typing import Any
 
 import psycopg
 
-from postgres import PostgresStore, one_line
-from store import APPLICATION_ID, FOREIGN, LAYOUT, Unavailable
+from postgres import PostgreSQL, one_line
+from store import APPLICATION_ID, FOREIGN, LAYOUT, Store, Unavailable
 
 SELECTS = {  # what the file holds for each table, with the table's columns
     "account": """SELECT name, revision, (SELECT ifnull(max(seq), 0) FROM project
@@ -33,7 +33,7 @@ def migrate(file: str, url: str) -> str:
         layout = "SELECT * FROM pragma_application_id, pragma_user_version"
         if source.execute(layout).fetchall() != [(APPLICATION_ID, LAYOUT)]:
             raise Unavailable(f"the file was {FOREIGN}")
-        with closing(PostgresStore(url)) as store:
+        with closing(Store(PostgreSQL(url))) as store:
             store.list_tokens()  # on its first use it creates the tables
         source.execute("BEGIN")
         with psycopg.connect(url, target_session_attrs="read-write") as target:

@@ -1,36 +1,30 @@
-"""The store on a PostgreSQL server, for a service on several machines.
+"""The engine on a PostgreSQL server, for a service on several machines.
 
-Store, in store.py, says what the methods do. Each is one statement on an autocommit
-connection, so nothing can be half done, and the row of an account is where its writers
-wait for each other. It knows nothing of HTTP, nor of what a valid Project is.
+It holds what differs from SQLite, and no rule of the store: those are in store.py.
 """
 
-import os
 import re
 import secrets
 import select
 import time
-from collections import defaultdict
-from collections.abc import Callable, Collection
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
+from functools import cache, cached_property
 from typing import Any
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
 import store
-from store import Etags, Members, Project, ProjectList, Unavailable
+from store import Engine, Unavailable, Values
 
 PATIENCE = 5.0  # seconds for a statement, once connected
 CONNECT_TIMEOUT = 2  # seconds for each host; libpq takes no less
 STATEMENT_TIMEOUT = 4  # seconds, after which the server itself gives up
-# SQLSTATEs (none: the driver's own): the connection was lost, or the server cannot tell
-# whether it committed.
-LOST = re.compile("08|40003|$")
-# The statement had no effect: resources, locks, shutdown, I/O, standby, contention, damage.
+# SQLSTATEs of statements that had no effect: resources, locks, shutdown, I/O, standby,
+# contention, damage.
 OUTAGE = re.compile("53|55P03|57|58|25006|40|XX00[12]")
 LAYOUT = "Gardening Project Service, layout 1"
-SCHEMA = f"""
+TABLES = f"""
 CREATE TABLE account (
     name        text    PRIMARY KEY,
     created     bigint  NOT NULL,               -- Projects ever: the seq of the last one
@@ -78,163 +72,65 @@ SELECT set_config('synchronous_commit', 'on', false)
 WHERE current_setting('synchronous_commit') IN ('off', 'local');
 """
 
-UTC_TIME = "to_char(to_timestamp({} / 1000) AT TIME ZONE 'UTC', 'YYYY-MM-DD HH24:MI')"
 DOCUMENT = """concat('{"id":', to_json(id), ',"name":',
     coalesce(to_json(name)::text, 'null'), ',"created_at":', created_at,
     ',"updated_at":', updated_at, ',"version":', version, ',"postal_code":',
     coalesce(to_json(postal_code)::text, 'null'), ',"location":',
     coalesce(location, 'null'), '}')"""
-PROJECT = f"id, version::text, convert_to({DOCUMENT}, 'UTF8')"
-ROWS = f"""array_to_string(ARRAY(
-    SELECT {DOCUMENT} FROM project WHERE account = %(account)s ORDER BY seq
-    LIMIT nullif(%(size)s, 0) OFFSET %(page)s::bigint * %(size)s), ',')"""
-LIST = f"concat('[', {ROWS}, ']')"
-PAGE = f"""concat('{{"projectList":[', {ROWS}, '],"page":', %(page)s::bigint,
-    ',"size":', %(size)s::bigint, ',"total":',
-    (SELECT count(*) FROM project WHERE account = %(account)s), '}}')"""
-EXPECTED = """id = %(id)s AND account = %(account)s
-    AND (%(etags)s::text[] IS NULL OR version::text = ANY (%(etags)s))"""
-REVISED = f"""WITH revised AS (UPDATE account SET revision = %(revision)s
-    WHERE name = %(account)s AND EXISTS (SELECT FROM project WHERE {EXPECTED})
+ETAG = "version::text"
+PROJECT = f"id, {ETAG}, convert_to({DOCUMENT}, 'UTF8')"
+EXPECTED = f"""id = :id AND account = :account
+    AND (:etags::jsonb IS NULL OR :etags::jsonb ? {ETAG})"""
+# The account's row is where its writers wait for each other, so it changes first. By then
+# another may have changed the Project: what follows asks for it again, on the newest row.
+# EXISTS spares the lists of the account a new revision where nothing is to be changed.
+REVISED = f"""WITH revised AS (UPDATE account SET revision = :revision
+    WHERE name = :account AND EXISTS (SELECT FROM project WHERE {EXPECTED})
     RETURNING revision)"""
+ROWS = f"SELECT {DOCUMENT} FROM project WHERE account = :account ORDER BY seq"
+UNKNOWN_LIST = """SELECT etag, CASE WHEN :known::jsonb ? etag THEN NULL
+        ELSE convert_to({}, 'UTF8') END
+    FROM {}"""
 
 
-class PostgresStore:
-    """The statements of the PostgreSQL engine."""
+class PostgreSQL(Engine):
+    """A database on a server.
 
-    def __init__(self, url: str, clock: Callable[[], float] = time.time) -> None:
-        """Open the database at `url`; create the tables if it is empty.
+    Each statement is a transaction of its own, since the connections are in autocommit.
+    """
 
-        `clock` returns epoch seconds. Raises Unavailable, with the reason.
-        """
-        self._database = Database(url)
-        self._clock = clock
-        self.close = self._database.close
-
-    def create_project(self, account: str, members: Members, key: str = "") -> Project:
-        sql = f"""WITH counted AS (
-                INSERT INTO account AS known (name, created, revision)
-                SELECT %(account)s, 1, %(revision)s
-                WHERE NOT EXISTS (SELECT FROM project WHERE id = %(id)s)
-                ON CONFLICT (name) DO UPDATE
-                SET created = known.created + 1, revision = excluded.revision
-                RETURNING created)
-            INSERT INTO project
-                (id, account, seq, name, postal_code, location, created_at, updated_at)
-            SELECT %(id)s, %(account)s, created, %(name)s, %(postal_code)s, %(location)s,
-                %(now)s, %(now)s
-            FROM counted ON CONFLICT (id) DO NOTHING RETURNING {PROJECT}"""
-        id = store.project_id(account, key)
-        values = dict.fromkeys(store.MEMBERS) | store.as_columns(members)
-        while not (rows := self._write(sql, id=id, account=account, **values)):
-            with suppress(store.NotFound):  # deleted just now, so it can be made again
-                return self.get_project(account, id)
-        return Project(*rows[0])
-
-    def get_project(self, account: str, id: str) -> Project:
-        where = "id = %(id)s AND account = %(account)s"
-        sql = f"SELECT {PROJECT} FROM project WHERE {where}"
-        # psycopg refuses U+0000, which no id has.
-        rows = self._read(sql, account=account, id=id.replace("\0", "?"))
-        if not rows:
-            raise store.NotFound
-        return Project(*rows[0])
-
-    def update_project(
-        self, account: str, id: str, members: Members, etags: Etags
-    ) -> Project:
-        changes = "".join(f"{name} = %({name})s, " for name in members)
-        sql = f"""{REVISED} UPDATE project
-            SET {changes}version = version + 1, updated_at = greatest(updated_at, %(now)s)
-            FROM revised WHERE {EXPECTED} RETURNING {PROJECT}"""
-        columns = store.as_columns(members)
-        return Project(*self._change(sql, etags, account=account, id=id, **columns))
-
-    def delete_project(self, account: str, id: str, etags: Etags) -> None:
-        sql = f"""{REVISED} DELETE FROM project
-            USING revised WHERE {EXPECTED} RETURNING id"""
-        self._change(sql, etags, account=account, id=id)
-
-    def list_projects(
-        self, account: str, known: Collection[str], page: int = 0, size: int = 0
-    ) -> ProjectList:
-        sql = f"""SELECT etag, CASE WHEN etag = ANY (%(known)s::text[]) THEN NULL
-                ELSE convert_to({PAGE if size else LIST}, 'UTF8') END
-            FROM (SELECT concat(max(revision), '-', %(page)s::bigint, '-',
-                %(size)s::bigint) AS etag
-                FROM account WHERE name = %(account)s) AS list"""
-        values = {
-            "account": account,
-            "known": storable(known),
-            "page": page,
-            "size": size,
-        }
-        return ProjectList(*self._read(sql, **values)[0])
-
-    def add_token(self, account: str, digest: bytes, days: int | None = None) -> None:
-        sql = """INSERT INTO token (account, digest, created_at, expires_at)
-            VALUES (%(account)s, %(digest)s, %(now)s, %(now)s + %(days)s::bigint * 86400000)
-            RETURNING id"""
-        self._write(sql, account=account, digest=digest, days=days)
-
-    def find_account(self, digest: bytes) -> str | None:
-        sql = """SELECT account FROM token
-            WHERE digest = %(digest)s AND (expires_at IS NULL OR expires_at > %(now)s)"""
-        rows = self._read(sql, digest=digest)
-        return rows[0][0] if rows else None
-
-    def list_tokens(self) -> list[tuple[int, str, str, str]]:
-        created, expires = UTC_TIME.format("created_at"), UTC_TIME.format("expires_at")
-        sql = f"SELECT id, {created}, coalesce({expires}, 'never'), account FROM token"
-        return self._read(f"{sql} ORDER BY id")
-
-    def revoke_token(self, id: int) -> bool:
-        sql = "DELETE FROM token WHERE id = %(id)s RETURNING id"
-        return bool(self._write(sql, id=id))
-
-    def _change(self, sql: str, etags: Etags, **values: Any) -> Any:
-        values |= {"etags": None if etags is None else storable(etags)}
-        rows = self._write(sql, **values | {"id": values["id"].replace("\0", "?")})
-        if rows:
-            return rows[0]
-        if etags is None:
-            raise store.NotFound
-        # This raises NotFound, unless it is only the ETag that did not match.
-        self.get_project(values["account"], values["id"])
-        raise store.Stale
-
-    def _read(self, sql: str, **values: object) -> list[Any]:
-        return self._database.run(sql, values | {"now": self._now()}, Unavailable)
-
-    def _write(self, sql: str, **values: object) -> list[Any]:
-        values |= {"now": self._now(), "revision": secrets.token_hex(8)}
-        return self._database.run(sql, values, store.OutcomeUnknown)
-
-    def _now(self) -> int:
-        return int(self._clock() * 1000)
-
-
-def storable(etags: Collection[str]) -> list[str]:
-    # Werkzeug parses an empty ETag as None.
-    return [(etag or "").replace("\0", "?") for etag in etags]
-
-
-class Connection(psycopg.Connection[tuple[Any, ...]]):
-    """One that gives up at its deadline, even while a commit waits for a standby."""
-
-    deadline = 0.0  # as time.monotonic() has it
-
-    def wait(self, *args: Any, **kwargs: Any) -> Any:
-        kwargs["timeout"] = max(0.0, self.deadline - time.monotonic())
-        return super().wait(*args, **kwargs)
-
-
-class Database:
-    """Connections, each used by one thread at a time and by the process that opened it."""
+    GET = f"SELECT {PROJECT} FROM project WHERE id = :id AND account = :account"
+    CREATE = f"""WITH counted AS (
+            INSERT INTO account AS known (name, created, revision)
+            SELECT :account, 1, :revision
+            WHERE NOT EXISTS (SELECT FROM project WHERE id = :id)
+            ON CONFLICT (name) DO UPDATE
+            SET created = known.created + 1, revision = excluded.revision
+            RETURNING created)
+        INSERT INTO project
+            (id, account, seq, created_at, updated_at, {", ".join(store.COLUMNS)})
+        SELECT :id, :account, created, :now, :now, :{", :".join(store.COLUMNS)}
+        FROM counted ON CONFLICT (id) DO NOTHING RETURNING {PROJECT}"""
+    UPDATE = f"""{REVISED} UPDATE project
+        SET :changes version = version + 1, updated_at = greatest(updated_at, :now)
+        FROM revised WHERE {EXPECTED} RETURNING {PROJECT}"""
+    DELETE = f"""{REVISED} DELETE FROM project
+        USING revised WHERE {EXPECTED} RETURNING id"""
+    LIST = UNKNOWN_LIST.format(
+        f"concat('[', array_to_string(ARRAY({ROWS}), ','), ']')", store.LIST_ETAG
+    )
+    PAGE = UNKNOWN_LIST.format(
+        f"""concat('{{"projectList":[',
+            array_to_string(ARRAY({ROWS} LIMIT :size OFFSET :page::bigint * :size), ','),
+            '],"page":', :page::bigint, ',"size":', :size::bigint, ',"total":',
+            (SELECT count(*) FROM project WHERE account = :account), '}}')""",
+        store.LIST_ETAG,
+    )
 
     def __init__(self, url: str) -> None:
+        """Raises Unavailable if the URL is malformed; connects at the first use."""
+        super().__init__()
         self._url = url
-        self._idle: dict[int, list[Connection]] = defaultdict(list)
         self._is_prepared = False  # at the first use: a worker may start in an outage
         try:
             # Errors quote host and port; a raw "@", "/" or ":" puts the password there.
@@ -246,40 +142,34 @@ class Database:
             hint = "write postgresql://…, and percent-encode the password"
             raise Unavailable(f"malformed URL of a database: {hint}") from None
 
-    def run(self, sql: str, values: Members, lost: type[Exception]) -> list[Any]:
-        """All rows of a statement; raises `lost` if the connection breaks meanwhile."""
-        connection = self._take()
-        try:
-            connection.deadline = time.monotonic() + PATIENCE
-            rows = connection.execute(sql, values, binary=True).fetchall()
-        except BaseException as error:
-            connection.close()
-            state = getattr(error, "sqlstate", None) or ""
-            if isinstance(error, psycopg.OperationalError) and LOST.match(state):
-                self.close()  # the idle ones are most likely lost as well
-                raise lost(one_line(error)) from error
-            if OUTAGE.match(state):
-                raise Unavailable(one_line(error)) from error
-            raise
-        self._idle[os.getpid()].append(connection)
-        return rows
+    def take(self, idle: list[Any]) -> "Connection":
+        while (connection := store.pop(idle)) is not None:
+            poll = select.poll()
+            poll.register(connection, select.POLLIN)
+            if not poll.poll(0):
+                return connection  # type: ignore[no-any-return]
+            connection.close()  # what arrives unasked is notice of its end
+        return self._connect()
 
-    def close(self) -> None:
-        with suppress(IndexError):  # of the list, once it is empty
-            while True:
-                self._idle[os.getpid()].pop().close()
+    def write(self, sql: str, values: Values) -> list[Any]:
+        """Like run; draws the revision, which in SQLite a trigger does."""
+        return super().write(sql, values | {"revision": secrets.token_hex(8)})
 
-    __del__ = close
+    def execute(self, connection: "Connection", sql: str, values: Values) -> list[Any]:
+        connection.deadline = time.monotonic() + PATIENCE
+        return connection.statement.execute(as_psycopg(sql), values).fetchall()
 
-    def _take(self) -> Connection:
-        with suppress(IndexError):
-            while True:
-                connection = self._idle[os.getpid()].pop()
-                poll = select.poll()
-                poll.register(connection, select.POLLIN)
-                if not poll.poll(0):
-                    return connection
-                connection.close()  # what arrives unasked is notice of its end
+    def raise_outage(self, error: BaseException, writes: bool) -> None:
+        state = getattr(error, "sqlstate", None)
+        if isinstance(error, psycopg.OperationalError) and is_lost(state):
+            self.close()  # the idle ones are most likely lost as well
+            raise (store.OutcomeUnknown if writes else Unavailable)(
+                one_line(error)
+            ) from error
+        if OUTAGE.match(state or ""):
+            raise Unavailable(one_line(error)) from error
+
+    def _connect(self) -> "Connection":
         try:
             connection = Connection.connect(
                 self._url,
@@ -296,7 +186,7 @@ class Database:
             raise Unavailable(one_line(error)) from error
         return connection
 
-    def _prepare(self, session: Connection) -> None:
+    def _prepare(self, session: "Connection") -> None:
         """Create the tables in an empty database; leave alone one that is not ours."""
         session.deadline = time.monotonic() + PATIENCE
         session.execute(SESSION)
@@ -310,8 +200,35 @@ class Database:
             if tables and layout != LAYOUT:
                 raise Unavailable(store.FOREIGN)
             if not tables:
-                session.execute(SCHEMA)
+                session.execute(TABLES)
         self._is_prepared = True
+
+
+class Connection(psycopg.Connection[tuple[Any, ...]]):
+    """One that gives up at its deadline, even while a commit waits for a standby."""
+
+    deadline = 0.0  # as time.monotonic() has it
+
+    @cached_property
+    def statement(self) -> psycopg.Cursor[tuple[Any, ...]]:
+        """The cursor of all its statements, since to make one takes as long as to use it."""
+        return self.cursor(binary=True)
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        # psycopg waits for the server here, and here alone; without a limit, by default.
+        kwargs["timeout"] = max(0.0, self.deadline - time.monotonic())
+        return super().wait(*args, **kwargs)
+
+
+@cache
+def as_psycopg(sql: str) -> bytes:
+    """The statement with parameters as %(name)s in place of :name."""
+    return re.sub(r"(?<!:):(\w+)", r"%(\1)s", sql).encode()
+
+
+def is_lost(state: str | None) -> bool:
+    """Whether the connection was lost, or the server cannot tell if it committed."""
+    return state is None or state.startswith("08") or state == "40003"
 
 
 def one_line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Projects and access tokens: what a store does, and the store on one SQLite file.
+"""Projects and access tokens: the rules of a store, and its engine on one SQLite file.
 
 It knows nothing of HTTP, nor of what a valid Project is. The database renders a Project
 as the JSON that goes over the wire. Threads and processes may share a database, and what
@@ -15,10 +15,10 @@ import sqlite3
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 
 class NotFound(Exception):
@@ -48,66 +48,232 @@ class ProjectList(NamedTuple):
     document: bytes | None  # None if the caller knows this etag
 
 
-MEMBERS = ("name", "postal_code", "location")
-Members = dict[str, object]  # some or all of these
+class Page(NamedTuple):
+    page: int  # from 0
+    size: int  # Projects
+
+
+class Token(NamedTuple):
+    id: int
+    created_at: int  # epoch milliseconds
+    expires_at: int | None  # None: never
+    account: str
+
+
+Members = Mapping[str, object]  # some or all of COLUMNS
 Etags = Collection[str] | None  # a change expects one of these; None: any will do
+Values = dict[str, Any]  # of the parameters of a statement
+
+DAY = 86_400_000  # milliseconds
 
 
-class Store(Protocol):
-    """What both engines do. Any method may raise Unavailable, a write OutcomeUnknown."""
+class Store:
+    """The rules, for either engine: each method is one statement, so nothing is half done.
 
-    def create_project(self, account: str, members: Members, key: str = "") -> Project:
+    Any method may raise Unavailable, one that writes OutcomeUnknown as well.
+    """
+
+    def __init__(
+        self, engine: "Engine", clock: Callable[[], float] = time.time
+    ) -> None:
+        """`clock` returns epoch seconds."""
+        self._engine = engine
+        self._clock = clock
+        self.close = engine.close
+
+    def create_project(
+        self, account: str, members: Members, key: str | None = None
+    ) -> Project:
         """Add a Project, or return the one that the account made with the same key."""
+        id = project_id(account, key)
+        values = {"account": account, "id": id, **dict.fromkeys(COLUMNS)}
+        values |= as_columns(members)
+        while not (rows := self._write(self._engine.CREATE, values)):
+            with suppress(NotFound):  # deleted just now, so it can be made again
+                return self.get_project(account, id)
+        return Project(*rows[0])
 
     def get_project(self, account: str, id: str) -> Project:
         """Raises NotFound."""
+        rows = self._engine.run(self._engine.GET, identity(account, id))
+        if not rows:
+            raise NotFound
+        return Project(*rows[0])
 
     def update_project(
         self, account: str, id: str, members: Members, etags: Etags
     ) -> Project:
         """Change these members and raise the version by 1. Raises NotFound, Stale."""
+        columns = as_columns(members)
+        changes = "".join(f"{name} = :{name}, " for name in columns)
+        sql = self._engine.UPDATE.replace(":changes", changes)
+        return Project(*self._change(sql, identity(account, id) | columns, etags))
 
     def delete_project(self, account: str, id: str, etags: Etags) -> None:
         """Delete a Project and all that belongs to it. Raises NotFound, Stale."""
+        self._change(self._engine.DELETE, identity(account, id), etags)
 
     def list_projects(
-        self, account: str, known: Collection[str], page: int = 0, size: int = 0
+        self, account: str, known: Collection[str], page: Page | None = None
     ) -> ProjectList:
-        """All Projects, oldest first; with a size, one page of them.
+        """All Projects, oldest first, or one page of them.
 
         Any change gives the account's lists etags that never come back.
         """
+        values = {"account": account, "known": as_list(known), "query": "-"}
+        sql = self._engine.LIST
+        if page:
+            values |= page._asdict() | {"query": "-{}-{}".format(*page)}
+            sql = self._engine.PAGE
+        return ProjectList(*self._engine.run(sql, values)[0])
 
     def add_token(self, account: str, digest: bytes, days: int | None = None) -> None:
         """Let a token act for the account: for this many days, or without a limit."""
+        now = self._now()
+        sql = """INSERT INTO token (account, digest, created_at, expires_at)
+            VALUES (:account, :digest, :now, :expires_at)
+            RETURNING id"""
+        values = {"account": account, "digest": digest, "now": now}
+        values["expires_at"] = None if days is None else now + days * DAY
+        self._engine.write(sql, values)
 
     def find_account(self, digest: bytes) -> str | None:
         """The account that a token acts for; None if it is unknown or has expired."""
+        sql = """SELECT account FROM token
+            WHERE digest = :digest AND (expires_at IS NULL OR expires_at > :now)"""
+        rows = self._engine.run(sql, {"digest": digest, "now": self._now()})
+        return rows[0][0] if rows else None
 
-    def list_tokens(self) -> list[tuple[int, str, str, str]]:
-        """The id, creation and expiry (UTC, as text) and account of every token."""
+    def list_tokens(self) -> list[Token]:
+        """Every token, in the order of the ids."""
+        sql = "SELECT id, created_at, expires_at, account FROM token ORDER BY id"
+        return [Token(*row) for row in self._engine.run(sql, {})]
 
     def revoke_token(self, id: int) -> bool:
         """Make a token invalid; False if there is none with this id."""
+        sql = "DELETE FROM token WHERE id = :id RETURNING id"
+        return bool(self._engine.write(sql, {"id": id}))
 
-    def close(self) -> None:
-        """Close the idle connections, and with them a database in memory."""
+    def _change(self, sql: str, values: Values, etags: Etags) -> Any:
+        values["etags"] = None if etags is None else as_list(etags)
+        rows = self._write(sql, values)
+        if rows:
+            return rows[0]
+        if etags is None:
+            raise NotFound
+        # This raises NotFound, unless it is only the ETag that did not match.
+        self.get_project(values["account"], values["id"])
+        raise Stale
+
+    def _write(self, sql: str, values: Values) -> list[Any]:
+        values["now"] = self._now()
+        return self._engine.write(sql, values)
+
+    def _now(self) -> int:
+        return int(self._clock() * 1000)
 
 
-def project_id(account: str, key: str) -> str:
+def project_id(account: str, key: str | None) -> str:
     """24 hexadecimal digits: random, or with a key always the same."""
-    if not key:
+    if key is None:
         return secrets.token_hex(12)
     return hashlib.sha256(f"{account}\0{key}".encode()).hexdigest()[:24]
 
 
-def as_columns(members: Members) -> Members:
-    """The members as they are stored: a location as compact JSON text."""
-    if not members.get("location"):
-        return members
-    return members | {
-        "location": json.dumps(members["location"], separators=(",", ":"))
-    }
+def identity(account: str, id: str) -> Values:
+    # No id has U+0000, which PostgreSQL cannot hold: it is that of no Project either way.
+    return {"account": account, "id": id.replace("\0", "?")}
+
+
+def as_list(etags: Collection[str]) -> str:
+    """The ETags as JSON. None has U+0000, which PostgreSQL cannot hold."""
+    return json.dumps([etag for etag in etags if "\0" not in etag])
+
+
+def as_columns(members: Members) -> Values:
+    """The members as they are stored. Raises KeyError for one that has no column."""
+    return {name: COLUMNS[name](value) for name, value in members.items()}
+
+
+def as_text(value: Any) -> Any:
+    return value
+
+
+def as_json(value: Any) -> Any:
+    """Compact, as it goes over the wire."""
+    return value and json.dumps(value, separators=(",", ":"))
+
+
+# The members that a caller sets, each with what turns its value into that of its column.
+COLUMNS = {"name": as_text, "postal_code": as_text, "location": as_json}
+LIST_ETAG = """(SELECT coalesce(
+    (SELECT revision FROM account WHERE name = :account), '') || :query AS etag) AS list"""
+FOREIGN = "made by another program or a newer release"
+APPLICATION_ID = 0x67617264  # "gard": the database is ours
+
+
+class Engine:
+    """A database: its tables, the statements that are its own, and its connections.
+
+    A connection is used by one thread at a time, and only by the process that opened it.
+    A class of an engine says how to connect and execute, and which errors are an outage.
+    """
+
+    GET: str  # its rows are those of a Project, as are those of the next two
+    CREATE: str
+    UPDATE: str  # with :changes for the columns to set
+    DELETE: str
+    LIST: str  # its row is that of a ProjectList, as is that of the next one
+    PAGE: str
+
+    def __init__(self) -> None:
+        self._idle: dict[int, list[Any]] = defaultdict(list)
+
+    def run(self, sql: str, values: Values, writes: bool = False) -> list[Any]:
+        """All rows of a statement, which is a transaction of its own. Raises Unavailable."""
+        idle, connection = self._idle[os.getpid()], None
+        try:
+            connection = self.take(idle)
+            rows = self.execute(connection, sql, values)
+        except BaseException as error:
+            if connection is not None:
+                connection.close()
+            self.raise_outage(error, writes)
+            raise
+        idle.append(connection)
+        return rows
+
+    def write(self, sql: str, values: Values) -> list[Any]:
+        """Like run, for a statement that writes. Raises OutcomeUnknown as well."""
+        return self.run(sql, values, writes=True)
+
+    def take(self, idle: list[Any]) -> Any:
+        """A connection that is open: one of the idle ones, or a new one."""
+        raise NotImplementedError
+
+    def execute(self, connection: Any, sql: str, values: Values) -> list[Any]:
+        raise NotImplementedError
+
+    def raise_outage(self, error: BaseException, writes: bool) -> None:
+        """Raise Unavailable if the error is an outage, and no defect."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Close the connections that are idle; the engine can go on, with new ones."""
+        idle = self._idle[os.getpid()]
+        while (connection := pop(idle)) is not None:
+            connection.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def pop(idle: list[Any]) -> Any:
+    """Take one out of the list, which other threads do as well; None if it is empty."""
+    try:
+        return idle.pop()
+    except IndexError:
+        return None
 
 
 PATIENCE = 2.5  # seconds that a writer waits for other writers, then for SQLite's locks
@@ -116,10 +282,8 @@ SHORT_PATIENCE = 0.1  # seconds, after a failed write, until one succeeds
 OUTAGE = re.compile(  # what an operator can mend, or a retry can get past
     "SQLITE_(BUSY|LOCKED|READONLY|IOERR|CORRUPT|FULL|CANTOPEN|PROTOCOL|NOTADB)"
 )
-FOREIGN = "made by another program or a newer release"
-APPLICATION_ID = 0x67617264  # "gard": the file is ours
 LAYOUT = 1  # of the tables, kept as PRAGMA user_version
-SCHEMA = f"""
+TABLES = f"""
 BEGIN IMMEDIATE;
 -- The revision validates an account's lists. It is random, since a counter would
 -- return to earlier values when a backup is restored.
@@ -164,135 +328,62 @@ PRAGMA user_version = {LAYOUT};
 COMMIT;
 """
 
+ETAG = "CAST(version AS TEXT)"
 DOCUMENT = """json_object(
     'id', id, 'name', name, 'created_at', created_at, 'updated_at', updated_at,
     'version', version, 'postal_code', postal_code, 'location', json(location))"""
-PROJECT = f"id, CAST(version AS TEXT), CAST({DOCUMENT} AS BLOB)"
+PROJECT = f"id, {ETAG}, CAST({DOCUMENT} AS BLOB)"
+EXPECTED = f"""id = :id AND account = :account
+    AND (:etags IS NULL OR {ETAG} IN (SELECT value FROM json_each(:etags)))"""
+# json_group_array keeps the order of the rows of its subquery.
 ROWS = "SELECT * FROM project WHERE account = :account ORDER BY seq"
-LIST = f"SELECT json_group_array({DOCUMENT}) FROM ({ROWS})"
-PAGE = f"""SELECT json_object('projectList', json_group_array({DOCUMENT}),
-        'page', :page, 'size', :size,
-        'total', (SELECT count(*) FROM project WHERE account = :account))
-    FROM ({ROWS} LIMIT :size OFFSET :page * :size)"""
-EXPECTED = """id = :id AND account = :account AND (:etags IS NULL
-    OR CAST(version AS TEXT) IN (SELECT value FROM json_each(:etags)))"""
+UNKNOWN_LIST = """SELECT etag, CASE WHEN etag IN (SELECT value FROM json_each(:known))
+        THEN NULL ELSE CAST(({}) AS BLOB) END
+    FROM {}"""
 
 
-class SQLiteStore:
-    """The statements of the SQLite engine; Store says what the methods do."""
+class SQLite(Engine):
+    """One file, and the queue of its writers.
 
-    def __init__(self, path: str, clock: Callable[[], float] = time.time) -> None:
-        """Open the file at `path`, created if it is missing; `:memory:` is a private one.
-
-        `clock` returns epoch seconds. Raises Unavailable, with the reason and the path.
-        """
-        self._database = Database(path)
-        self._clock = clock
-        self.close = self._database.close
-
-    def create_project(self, account: str, members: Members, key: str = "") -> Project:
-        sql = f"""INSERT INTO project
-                (id, account, seq, name, postal_code, location, created_at, updated_at)
-            SELECT :id, :account, coalesce(max(seq), 0) + 1,
-                :name, :postal_code, :location, :now, :now
-            FROM project WHERE account = :account
-            ON CONFLICT (id) DO NOTHING RETURNING {PROJECT}"""
-        id = project_id(account, key)
-        values = dict.fromkeys(MEMBERS) | as_columns(members)
-        while not (rows := self._write(sql, id=id, account=account, **values)):
-            with suppress(NotFound):  # deleted just now, so it can be made again
-                return self.get_project(account, id)
-        return Project(*rows[0])
-
-    def get_project(self, account: str, id: str) -> Project:
-        sql = f"SELECT {PROJECT} FROM project WHERE id = :id AND account = :account"
-        rows = self._database.run(sql, {"id": id, "account": account})
-        if not rows:
-            raise NotFound
-        return Project(*rows[0])
-
-    def update_project(
-        self, account: str, id: str, members: Members, etags: Etags
-    ) -> Project:
-        changes = "".join(f"{name} = :{name}, " for name in members)
-        sql = f"""UPDATE project
-            SET {changes}version = version + 1, updated_at = max(updated_at, :now)
-            WHERE {EXPECTED} RETURNING {PROJECT}"""
-        columns = as_columns(members)
-        return Project(*self._change(sql, etags, account=account, id=id, **columns))
-
-    def delete_project(self, account: str, id: str, etags: Etags) -> None:
-        sql = f"DELETE FROM project WHERE {EXPECTED} RETURNING id"
-        self._change(sql, etags, account=account, id=id)
-
-    def list_projects(
-        self, account: str, known: Collection[str], page: int = 0, size: int = 0
-    ) -> ProjectList:
-        sql = f"""SELECT etag, CASE WHEN etag IN (SELECT value FROM json_each(:known))
-                THEN NULL ELSE CAST(({PAGE if size else LIST}) AS BLOB) END
-            FROM (SELECT printf('%s-%d-%d', max(revision), :page, :size) AS etag
-                FROM account WHERE name = :account)"""
-        values: Members = {"account": account, "known": json.dumps(list(known))}
-        values |= {"page": page, "size": size}
-        return ProjectList(*self._database.run(sql, values)[0])
-
-    def add_token(self, account: str, digest: bytes, days: int | None = None) -> None:
-        sql = """INSERT INTO token (account, digest, created_at, expires_at)
-            VALUES (:account, :digest, :now, :now + :days * 86400000)"""
-        self._write(sql, account=account, digest=digest, days=days)
-
-    def find_account(self, digest: bytes) -> str | None:
-        sql = """SELECT account FROM token
-            WHERE digest = :digest AND (expires_at IS NULL OR expires_at > :now)"""
-        rows = self._database.run(sql, {"digest": digest, "now": self._now()})
-        return rows[0][0] if rows else None
-
-    def list_tokens(self) -> list[tuple[int, str, str, str]]:
-        sql = """SELECT id, strftime(:utc, created_at / 1000, 'unixepoch'),
-                ifnull(strftime(:utc, expires_at / 1000, 'unixepoch'), 'never'), account
-            FROM token ORDER BY id"""
-        return self._database.run(sql, {"utc": "%Y-%m-%d %H:%M"})
-
-    def revoke_token(self, id: int) -> bool:
-        return bool(self._write("DELETE FROM token WHERE id = :id RETURNING id", id=id))
-
-    def _change(self, sql: str, etags: Etags, **values: Any) -> Any:
-        values |= {"etags": None if etags is None else json.dumps(list(etags))}
-        rows = self._write(sql, **values)
-        if rows:
-            return rows[0]
-        if etags is None:
-            raise NotFound
-        # This raises NotFound, unless it is only the ETag that did not match.
-        self.get_project(values["account"], values["id"])
-        raise Stale
-
-    def _write(self, sql: str, **values: object) -> list[Any]:
-        return self._database.write(sql, values | {"now": self._now()})
-
-    def _now(self) -> int:
-        return int(self._clock() * 1000)
-
-
-class Database:
-    """Connections to one SQLite file, and the queue of its writers.
-
-    A connection is used by one thread at a time, and only by the process that opened it.
     SQLite alone backs off longer the longer a writer has waited, which starves it. So
     writers queue: for a lock in their process, then for an flock on the file `-lock`.
     """
 
+    GET = f"SELECT {PROJECT} FROM project WHERE id = :id AND account = :account"
+    CREATE = f"""INSERT INTO project
+            (id, account, seq, created_at, updated_at, {", ".join(COLUMNS)})
+        SELECT :id, :account, coalesce(max(seq), 0) + 1, :now, :now,
+            :{", :".join(COLUMNS)}
+        FROM project WHERE account = :account
+        ON CONFLICT (id) DO NOTHING RETURNING {PROJECT}"""
+    UPDATE = f"""UPDATE project
+        SET :changes version = version + 1, updated_at = max(updated_at, :now)
+        WHERE {EXPECTED} RETURNING {PROJECT}"""
+    DELETE = f"DELETE FROM project WHERE {EXPECTED} RETURNING id"
+    LIST = UNKNOWN_LIST.format(
+        f"SELECT json_group_array({DOCUMENT}) FROM ({ROWS})", LIST_ETAG
+    )
+    PAGE = UNKNOWN_LIST.format(
+        f"""SELECT json_object('projectList', json_group_array({DOCUMENT}),
+            'page', :page, 'size', :size,
+            'total', (SELECT count(*) FROM project WHERE account = :account))
+        FROM ({ROWS} LIMIT :size OFFSET :page * :size)""",
+        LIST_ETAG,
+    )
+
     def __init__(self, path: str) -> None:
-        self._idle: dict[int, list[sqlite3.Connection]] = defaultdict(list)
+        """Open the file at `path`, created if it is missing; `:memory:` is a private one.
+
+        Raises Unavailable, with the reason and the path.
+        """
+        super().__init__()
         self._kept: list[sqlite3.Connection] = []
         self._writer: dict[int, threading.Lock] = defaultdict(threading.Lock)
         self._patience = PATIENCE
-        in_memory = path == ":memory:"
-        self._path = path if in_memory else os.path.abspath(path)
-        self._queue_path = None if in_memory else f"{self._path}-lock"
-        self._outages = Outages(self._path)
-        with self._outages:
-            if self._queue_path:
+        self._path = path if path == ":memory:" else os.path.abspath(path)
+        self._queue = "" if path == ":memory:" else f"{self._path}-lock"
+        try:
+            if self._queue:
                 # rw: SQLite must not put an empty file in the place of a lost one.
                 self._uri = f"{Path(self._path).as_uri()}?mode=rw"
                 with suppress(FileExistsError):
@@ -302,40 +393,41 @@ class Database:
                 # The database lasts as long as one connection to it.
                 self._kept.append(self._connect())
             self._prepare()
+        except (OSError, sqlite3.Error) as error:
+            self.raise_outage(error, writes=False)
+            raise
 
-    def run(self, sql: str, values: Members) -> list[Any]:
-        """Run a statement and fetch all its rows: only then does it commit."""
-        idle = self._idle[os.getpid()]
-        with self._outages:
-            try:
-                connection = idle.pop()
-            except IndexError:
-                connection = self._connect()
-            try:
-                rows = connection.execute(sql, values).fetchall()
-            except BaseException:
-                connection.close()
-                raise
-        idle.append(connection)
-        return rows
-
-    def write(self, sql: str, values: Members) -> list[Any]:
+    def write(self, sql: str, values: Values) -> list[Any]:
         """Like run, in turn with the writers of all threads and processes."""
         try:
             with self._turn():
-                rows = self.run(sql, values)
+                rows = super().write(sql, values)
         except Unavailable:
             self._patience = SHORT_PATIENCE
             raise
         self._patience = PATIENCE
         return rows
 
-    def close(self) -> None:
-        for connections in (self._idle[os.getpid()], self._kept):
-            while connections:
-                connections.pop().close()
+    def take(self, idle: list[Any]) -> sqlite3.Connection:
+        return pop(idle) or self._connect()
 
-    __del__ = close
+    def execute(
+        self, connection: sqlite3.Connection, sql: str, values: Values
+    ) -> list[Any]:
+        return connection.execute(sql, values).fetchall()  # only then it commits
+
+    def raise_outage(self, error: BaseException, writes: bool) -> None:
+        if isinstance(error, OSError):
+            place = error.filename or self._path
+            raise Unavailable(f"{error.strerror}: {place}") from error
+        if OUTAGE.match(getattr(error, "sqlite_errorname", "")):
+            raise Unavailable(f"{error}: {self._path}") from error
+
+    def close(self) -> None:
+        """Close the connections that are idle, and with them a database in memory."""
+        super().close()
+        while (connection := pop(self._kept)) is not None:
+            connection.close()
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -343,15 +435,18 @@ class Database:
         writer = self._writer[os.getpid()]
         if not writer.acquire(timeout=self._patience):
             raise Unavailable(f"other writers take too long: {self._path}")
-        with ExitStack() as turn, self._outages:
+        with ExitStack() as turn:
             turn.callback(writer.release)
-            if self._queue_path:
+            if self._queue:
                 # Opened anew: an flock belongs to the open file, whoever shares that.
-                queue = os.open(self._queue_path, os.O_CREAT, mode=0o600)
+                try:
+                    queue = os.open(self._queue, os.O_CREAT, mode=0o600)
+                except OSError as error:
+                    self.raise_outage(error, writes=True)
                 turn.callback(os.close, queue)
                 while not try_lock(queue):
                     if time.monotonic() > deadline:
-                        raise Unavailable(f"still locked: {self._queue_path}")
+                        raise Unavailable(f"still locked: {self._queue}")
                     time.sleep(POLL_INTERVAL)
                 # Not by the close alone: a process forked meanwhile keeps the file open.
                 turn.callback(fcntl.flock, queue, fcntl.LOCK_UN)
@@ -389,24 +484,7 @@ class Database:
             if mode != "wal" or not tables:
                 with self._turn():
                     connection.execute("PRAGMA journal_mode = WAL")
-                    connection.executescript(SCHEMA)
-
-
-class Outages:
-    """Raises Unavailable for what an operator can mend, or a retry can get past."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, OSError):
-            place = error.filename or self._path
-            raise Unavailable(f"{error.strerror}: {place}") from error
-        if error and OUTAGE.match(getattr(error, "sqlite_errorname", "")):
-            raise Unavailable(f"{error}: {self._path}") from error
+                    connection.executescript(TABLES)
 
 
 def try_lock(file: int) -> bool:

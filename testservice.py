@@ -22,8 +22,6 @@ from importlib import import_module
 from pathlib import Path
 from types import FrameType
 
-import click
-
 HERE = Path(__file__).resolve().parent
 SETTINGS = ("FLASK_", "GARDENING_", "GUNICORN_", "PYTHON", "WEB_CONCURRENCY")
 START_TIMEOUT = 30  # seconds
@@ -151,15 +149,15 @@ def wait_until_ready(host: str, port: int) -> None:
 def serve_tokens(url: str, database: str) -> None:
     """Print the address and a token, then a token for each line of the input."""
     from auth import issue_token
-    from store import SQLiteStore
+    from store import SQLite, Store
 
-    store = SQLiteStore(database)
+    store = Store(SQLite(database))
 
     def answer(line: str) -> dict[str, str]:
         try:
             account, days = parse(line)
             return {"token": issue_token(store, account or secrets.token_hex(), days)}
-        except (ValueError, click.UsageError) as error:
+        except ValueError as error:
             return {"error": str(error)}
 
     print(json.dumps({"url": url} | answer("")), flush=True)

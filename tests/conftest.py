@@ -1,17 +1,18 @@
 import os
 import shutil
 import sqlite3
+import subprocess
 import time
 from contextlib import ExitStack
 
 import pytest
 from conformance import check_response
 from flask.testing import FlaskClient
-from running import PROJECTS, flask
+from running import LIMIT, PROJECTS, flask, run
 
 from app import create_app
 from auth import digest
-from store import SQLiteStore
+from store import SQLite, Store
 
 pytest_plugins = ["testing"]
 
@@ -64,10 +65,10 @@ def open_store(database):
     with ExitStack() as stores:
 
         def open_store(clock=time.time):
-            engine = SQLiteStore
+            engine = SQLite
             if database.startswith("postgresql://"):
-                from postgres import PostgresStore as engine
-            store = engine(database, clock=clock)
+                from postgres import PostgreSQL as engine
+            store = Store(engine(database), clock)
             stores.callback(store.close)
             store.list_tokens()  # PostgreSQL's tables are created at the first use
             store.close()
@@ -108,6 +109,25 @@ def lock(raw):
     return lock
 
 
+@pytest.fixture
+def mount():
+    """Mounts a small disk at a new folder, for the test and for this owner."""
+    with ExitStack() as mounted:
+
+        def mount(folder, size, owner=None):
+            folder.mkdir()
+            command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder]
+            if subprocess.run(
+                command, capture_output=True, timeout=LIMIT, check=False
+            ).returncode:
+                pytest.skip("no right to mount a small disk")
+            mounted.callback(run, "umount", folder)
+            if owner:
+                shutil.chown(folder, owner)
+
+        yield mount
+
+
 class CheckedClient(FlaskClient):
     """Checks each answer against openapi.json."""
 
@@ -126,6 +146,12 @@ def app(database):
     app.test_client_class = CheckedClient
     yield app
     app.extensions["store"].close()
+
+
+@pytest.fixture
+def command(app):
+    """Runs a command of the service, with these arguments."""
+    return lambda *arguments: app.test_cli_runner().invoke(args=arguments)
 
 
 @pytest.fixture

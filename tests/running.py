@@ -11,7 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -74,13 +75,10 @@ def flask_run(environment, *options, folder=ROOT):
         limit = threading.Timer(LIMIT, server.kill)  # which ends the lines
         limit.start()
         try:
-            printed = []
-            for line in server.stdout:
-                printed.append(line)
-                if address := re.search(r"Running on (http://\S+)", line):
-                    yield address[1], printed
-                    return
-            pytest.fail("".join(printed))
+            printed = list(takewhile(lambda line: "CTRL+C" not in line, server.stdout))
+            addresses = re.findall(r"Running on (http://\S+)", "".join(printed))
+            assert addresses, printed
+            yield addresses[0], printed
         finally:
             limit.cancel()
             server.kill()
@@ -160,6 +158,17 @@ class TLSClient(Client):
         self.sock = context.wrap_socket(
             self.sock, server_hostname="gardening.example.org"
         )
+
+
+def port_of(url):
+    return int(url.rpartition(":")[2])
+
+
+def fill(disk):
+    """Leave no room on the disk, with a file that is named `filler`."""
+    with suppress(OSError), open(disk / "filler", "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
 
 
 def wait_for(condition):

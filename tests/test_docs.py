@@ -1,18 +1,14 @@
 """The page /docs/, in a browser, alone and behind nginx; and what leads to it."""
 
-import http.client
 import json
 import re
-import socket
-import subprocess
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 import test_proxy
-from running import BIN, PROJECTS, ROOT, Client
+from running import LIMIT, PROJECTS, Client, flask_run, port_of
 from test_proxy import HOST, assert_problem, proxy
 
 from auth import digest
@@ -25,7 +21,7 @@ def database(path):
 
 @pytest.fixture
 def upstream(gardening):
-    return int(gardening.url.rpartition(":")[2])
+    return port_of(gardening.url)
 
 
 @pytest.fixture
@@ -138,57 +134,27 @@ def with_docs(environment):
     return environment
 
 
-@contextmanager
-def flask_run(environment: dict[str, str]) -> Iterator[tuple[int, str]]:
-    """`flask run`: its port, and what it prints until it listens there."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with subprocess.Popen(
-        [BIN / "flask", "run", f"--port={port}"],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as server:
-        limit = threading.Timer(20, server.kill)
-        limit.start()
-        try:
-            printed = ""
-            while f"Running on http://127.0.0.1:{port}\n" not in printed:
-                line = server.stdout.readline()
-                assert line, printed
-                printed += line
-            yield port, printed
-        finally:
-            limit.cancel()
-            server.kill()
-
-
-def fetch(port: int, path: str) -> test_proxy.Answer:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-    with closing(connection):
-        connection.request("GET", path)
-        answer = connection.getresponse()
-        return answer.status, answer.headers, answer.read()
-
-
 @pytest.mark.parametrize("has_token", [False, True])
 @pytest.mark.parametrize("setup", ["with_docs", "without_docs"])
-def test_flask_run_prints_what_applies(setup, has_token, store, request):
+@pytest.mark.parametrize("options", [[], ["--host=::1"], ["--host=0.0.0.0"]])
+def test_flask_run_prints_what_applies(setup, has_token, options, store, request):
     if has_token:
         store.add_token("ann", digest("x"))
-    with flask_run(request.getfixturevalue(setup)) as (port, printed):
-        paths = re.findall(rf"http://127.0.0.1:{port}(/\S+)", printed)
-        assert len(paths) == (setup == "with_docs")
-        for path in paths:
-            status, headers, _ = fetch(port, path)
-            assert (status, headers.get_content_type()) == (200, "text/html")
-    assert printed.count("token create ACCOUNT") == (not has_token)
+    with flask_run(request.getfixturevalue(setup), *options) as (address, printed):
+        text = "".join(printed)
+        pages = re.findall(rf"{re.escape(address)}(/\S+)", text)
+        assert pages == ["/docs/"] * (setup == "with_docs")
+        for page in pages:
+            with urlopen(address + page, timeout=LIMIT) as response:
+                assert response.headers.get_content_type() == "text/html"
+    assert text.count("token create ACCOUNT") == (not has_token)
 
 
 def test_service_without_the_package_has_no_page(without_docs, token):
-    with flask_run(without_docs) as (port, _), Client(port, token) as client:
+    with (
+        flask_run(without_docs) as (address, _),
+        Client(port_of(address), token) as client,
+    ):
         for path in ("/", "/docs", "/docs/"):
-            assert_problem(fetch(port, path), 404)
+            assert_problem(client.fetch("GET", path), 404)
         assert client.call("POST", PROJECTS, {})[0] == 201

@@ -16,10 +16,11 @@ from postgresql import server
 from running import ROOT
 
 from auth import digest
-from postgres import PostgresStore
+from postgres import PostgreSQL
+from store import Page, Store
 
 LIMIT = 30  # seconds for a process to end
-PAGES = [(0, 0), (0, 2), (1, 20)]
+PAGES = [None, Page(0, 2), Page(1, 20)]
 TEXTS = [
     None,
     "",
@@ -89,7 +90,7 @@ def migrate(path, target, status=0):
 def everything(store):
     """What the service can answer: documents, ETags and tokens."""
     lists = [
-        store.list_projects(account, (), *page)
+        store.list_projects(account, (), page)
         for account in ["ann", "bob é", "eve"]
         for page in PAGES
     ]
@@ -114,7 +115,7 @@ def is_empty(url):
 def test_everything_is_the_same_and_goes_on(source, path, target):
     counts = "Copied 2 accounts, 3 tokens, 18 Projects and 0 parts.\n"
     assert migrate(path, target) == counts
-    moved = PostgresStore(target)
+    moved = Store(PostgreSQL(target))
     assert everything(moved) == everything(source)
 
     for account in "ann", "bob é":
@@ -132,7 +133,7 @@ def test_keys_are_remembered_and_tokens_act(store, path, target):
     store.add_token("ann", digest("a"))
     store.add_token("ann", digest("b"), 1)
     migrate(path, target)
-    moved = PostgresStore(target)
+    moved = Store(PostgreSQL(target))
     assert moved.create_project("ann", {"name": "again"}, "key") == project
     assert [moved.find_account(digest(t)) for t in "abc"] == ["ann", "ann", None]
     moved.close()
@@ -144,7 +145,7 @@ def test_parts_are_deleted_with_their_moved_project(store, path, target):
         file.execute("INSERT INTO part VALUES ('z1', ?, 'zone')", [project.id])
     assert "1 parts" in migrate(path, target)
     assert read(target, "TABLE part") == [("z1", project.id, "zone")]
-    moved = PostgresStore(target)
+    moved = Store(PostgreSQL(target))
     moved.delete_project("ann", project.id, None)
     assert read(target, "TABLE part") == []
     moved.close()
@@ -162,7 +163,7 @@ def test_what_older_releases_took_is_carried_over(store, path, target):
         command, check=True, env=environment, text=True, capture_output=True
     )
     assert end.stderr == f"Project {old}: U+0000 is now U+FFFD\n"
-    moved = PostgresStore(target)
+    moved = Store(PostgreSQL(target))
     document = moved.get_project("ann", old).document
     assert document.endswith(
         ',"postal_code":"\ufffd",'
@@ -175,7 +176,7 @@ def test_what_older_releases_took_is_carried_over(store, path, target):
 
 def test_empty_file_of_the_service_moves(store, path, target):
     migrate(path, target)
-    moved = PostgresStore(target)
+    moved = Store(PostgreSQL(target))
     moved.add_token("ann", digest("a"))
     assert moved.list_tokens()[0][0] == 1
     moved.close()
@@ -183,7 +184,7 @@ def test_empty_file_of_the_service_moves(store, path, target):
 
 @pytest.mark.parametrize("what", ["project", "token"])
 def test_target_that_holds_something_is_left_alone(source, path, target, what):
-    taken = PostgresStore(target)
+    taken = Store(PostgreSQL(target))
     if what == "project":
         taken.create_project("eve", {})
     else:
@@ -253,7 +254,7 @@ def test_kill_in_the_middle_leaves_the_target_empty(source, path, target):
     id = json.loads(source.list_projects("ann", ()).document)[0]["id"]
     with closing(sqlite3.connect(path)) as file, file:
         file.execute("INSERT INTO part VALUES ('z1', ?, 'zone')", [id])
-    with closing(PostgresStore(target)) as empty:
+    with closing(Store(PostgreSQL(target))) as empty:
         assert empty.list_tokens() == []
     with psycopg.connect(target, autocommit=True) as lock:
         lock.execute(WAIT_AT_PARTS)

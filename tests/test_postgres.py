@@ -18,16 +18,26 @@ from pathlib import Path
 
 import psycopg
 import pytest
+import running
 from postgresql import AS_SERVER, BINARIES, server
-from running import BIN, PROJECTS, ROOT, Client, at_once, gunicorn
-from test_processes import workers
+from running import (
+    BIN,
+    LIMIT,
+    PROJECTS,
+    ROOT,
+    Client,
+    at_once,
+    fill,
+    gunicorn,
+    wait_for,
+    workers,
+)
 
 from app import create_app
 from auth import digest
-from postgres import PostgresStore
-from store import NotFound, OutcomeUnknown, SQLiteStore, Unavailable
+from postgres import PostgreSQL
+from store import NotFound, OutcomeUnknown, Page, SQLite, Store, Unavailable
 
-LIMIT = 30  # seconds for anything that a test waits for
 ANSWER = 6  # seconds within which the service answers, whatever happens
 
 
@@ -56,7 +66,11 @@ def database(primary):
 @pytest.fixture
 def open_store():
     with ExitStack() as stack:
-        yield lambda *arguments: stack.enter_context(closing(PostgresStore(*arguments)))
+
+        def open_store(url, *clock):
+            return stack.enter_context(closing(Store(PostgreSQL(url), *clock)))
+
+        yield open_store
 
 
 @pytest.fixture
@@ -82,18 +96,10 @@ def environment(url):
 
 def run(url, *command, refused=False):
     """What the command prints, on the service's database."""
-    end = subprocess.run(
-        [BIN / command[0], *command[1:]],
-        check=False,
-        cwd=ROOT,
-        env=environment(url),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=LIMIT,
-    )
-    assert (end.returncode != 0) == refused, end.stdout
-    return end.stdout
+    program, *arguments = command
+    options = {"environment": environment(url), "status": int(refused)}
+    ended = running.run(BIN / program, *arguments, **options)
+    return ended.stdout + ended.stderr
 
 
 def as_app(url, password="Qz7wXk"):
@@ -111,13 +117,6 @@ def backends(url, condition="true"):
     statement = f"""SELECT pid FROM pg_stat_activity WHERE datname = current_database()
         AND backend_type = 'client backend' AND pid <> pg_backend_pid() AND {condition}"""
     return {pid for (pid,) in execute(url, statement)}
-
-
-def wait_for(condition):
-    deadline = time.monotonic() + LIMIT
-    while not (found := condition()):
-        assert time.monotonic() < deadline
-    return found
 
 
 def waiting(url):
@@ -158,7 +157,7 @@ def test_servers_give_the_documents_of_sqlite(binaries, path, open_store):
     """Often enough for psycopg to prepare each statement."""
     with server(binaries, fsync="off") as old_or_new:
         url = old_or_new.create_database()
-        stores = [open_store(url, lambda: now), SQLiteStore(path, lambda: now)]
+        stores = [open_store(url, lambda: now), Store(SQLite(path), lambda: now)]
         point = {"type": "Point", "coordinates": [0.1, -0.0]}
         for number in range(8):
             now = 1_800_000_000 + number
@@ -174,12 +173,12 @@ def use(store, key, point):
     yield store.get_project("ann", created.id)
     yield store.update_project("ann", created.id, {"location": point}, ["1", "9"])
     yield store.update_project("ann", created.id, {"postal_code": "é"}, None)
-    etag, document = store.list_projects("ann", ["no"])
+    etag, document, *_ = store.list_projects("ann", ["no"])
     yield document
     yield store.list_projects("ann", [etag]).document
-    etag, document = store.list_projects("ann", [""], 0, 2)
+    etag, document, *_ = store.list_projects("ann", [""], Page(0, 2))
     yield document
-    yield store.list_projects("ann", [etag], 0, 2).document
+    yield store.list_projects("ann", [etag], Page(0, 2)).document
     yield store.add_token("ann", digest(key))
     yield store.find_account(digest(key))
     yield store.list_tokens()
@@ -231,10 +230,11 @@ def test_tokens_are_issued_listed_and_revoked_on_the_command_line(database, serv
 
 START = """
 import sys
-from postgres import PostgresStore
+from postgres import PostgreSQL
+from store import Store
 print("ready", flush=True)
 sys.stdin.read()
-PostgresStore(sys.argv[1]).create_project("ann", {})
+Store(PostgreSQL(sys.argv[1])).create_project("ann", {})
 """
 
 
@@ -298,10 +298,11 @@ def sockets(pid, port):
 
 FORK = """
 import os, sys
-from postgres import PostgresStore
+from postgres import PostgreSQL
+from store import Store
 from test_postgres import backends
 url = sys.argv[1]
-store = PostgresStore(url)
+store = Store(PostgreSQL(url))
 store.create_project("ann", {})
 before = backends(url)
 child = os.fork()
@@ -323,15 +324,8 @@ def test_missing_driver_is_named(tmp_path):
     (tmp_path / "psycopg.py").write_text("raise ImportError")
     path = {"PYTHONPATH": str(tmp_path)}
     for command in ["token", "list"], ["run", "--port=0"]:
-        end = subprocess.run(
-            [BIN / "flask", *command],
-            check=False,
-            cwd=ROOT,
-            env=environment("postgresql://127.0.0.1/db") | path,
-            text=True,
-            capture_output=True,
-            timeout=LIMIT,
-        )
+        variables = environment("postgresql://127.0.0.1/db") | path
+        end = running.run(BIN / "flask", *command, environment=variables, status=1)
         told = "for PostgreSQL, install psycopg[binary], or this package with the extra"
         assert end.stderr == f"Error: {told} postgres\n"
 
@@ -369,13 +363,13 @@ def test_database_that_is_not_ours_is_left_alone(database, statements, reason):
 def test_database_that_is_not_utf8_is_refused(primary):
     primary.execute("CREATE DATABASE ascii TEMPLATE template0 ENCODING 'SQL_ASCII'")
     with fails(Unavailable, "^the database is in SQL_ASCII, not in UTF8$"):
-        PostgresStore(primary.url("ascii")).list_tokens()
+        Store(PostgreSQL(primary.url("ascii"))).list_tokens()
     primary.drop_database(primary.url("ascii"))
 
 
 def test_role_without_rights_is_refused(database):
     with fails(Unavailable, "^permission denied for schema public"):
-        PostgresStore(as_app(database)).list_tokens()
+        Store(PostgreSQL(as_app(database))).list_tokens()
 
 
 # Each holds one or two of these, and no line may show three characters of one.
@@ -432,7 +426,7 @@ def check_refusal(output):
 @pytest.mark.parametrize("rest", MALFORMED)
 def test_refusal_is_one_line_without_the_password(rest):
     with pytest.raises(Unavailable) as refusal:
-        PostgresStore(f"postgresql://{rest}").list_tokens()
+        Store(PostgreSQL(f"postgresql://{rest}")).list_tokens()
     check_refusal(f"Error: {refusal.value}\n")
 
 
@@ -461,7 +455,7 @@ def test_other_scheme_is_no_path(scheme):
 )
 def test_unreachable_server_is_refused(url, reason):
     with fails(Unavailable, reason):
-        PostgresStore(url).list_tokens()
+        Store(PostgreSQL(url)).list_tokens()
 
 
 def test_wrong_password_is_refused(database):
@@ -499,7 +493,6 @@ def test_failover_loses_no_acknowledged_write(tmp_path):
 
     def work(number):
         with Client(port, token) as client:
-            client.timeout = LIMIT
             if number % 3 == 2:
                 url = f"{PROJECTS}/{client.call('POST', PROJECTS, {})[1]['id']}"
             left = 5  # writes after the failover
@@ -567,7 +560,6 @@ def test_restart_is_noticed_before_a_request_fails(fragile, mode):
 
         def work(number):
             with Client(port, token) as client:
-                client.timeout = LIMIT
                 for _ in range(10):
                     method = ["POST", "GET"][number % 2]
                     assert client.call(method, PROJECTS, {})[0] in (200, 201)
@@ -587,7 +579,6 @@ def test_worker_that_starts_during_an_outage_outlives_it(fragile):
 
         def status():
             with Client(port, token) as client:
-                client.timeout = LIMIT
                 return client.call("GET", PROJECTS)[0]
 
         assert status() == 200
@@ -609,7 +600,7 @@ def test_write_whose_process_is_ended_was_not_made(database, open_store):
         execute(database, f"SELECT pg_terminate_backend({waiting(database)})")
         with fails(Unavailable):
             write.result(LIMIT)
-    assert json.loads(store.list_projects("ann", (), 0, 1).document)["total"] == 1
+    assert json.loads(store.list_projects("ann", (), Page(0, 1)).document)["total"] == 1
 
 
 def test_write_whose_process_is_killed_is_in_doubt(fragile, serve):
@@ -713,11 +704,11 @@ def test_commit_without_its_standby_is_in_doubt(open_store):
             standby.kill()
             with lasts(4), fails(OutcomeUnknown):
                 store.create_project("ann", {})
-        etag, document = store.list_projects("ann", (), 0, 1)
+        etag, document, *_ = store.list_projects("ann", (), Page(0, 1))
         assert json.loads(document)["total"] == 1
         primary.configure(synchronous_standby_names="")
         primary.run("pg_ctl", "reload")
-        wait_for(lambda: store.list_projects("ann", (), 0, 1).etag != etag)
+        wait_for(lambda: store.list_projects("ann", (), Page(0, 1)).etag != etag)
         assert execute(url, "SELECT created FROM account") == [(2,)]
 
 
@@ -775,29 +766,21 @@ def test_role_without_a_connection_left_waits_for_one(primary, database, open_st
 
 
 @pytest.fixture
-def small_disk(tmp_path, primary):
+def small_disk(primary, mount):
     disk = primary.folder / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", disk]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("no right to mount a small disk")
-    if user := AS_SERVER.get("user"):
-        subprocess.run(["chown", user, disk], check=True)
+    mount(disk, "16m", AS_SERVER.get("user"))
     primary.execute(f"CREATE TABLESPACE small LOCATION '{disk}'")
     primary.execute("CREATE DATABASE small TEMPLATE template0 TABLESPACE small")
     yield disk
     primary.drop_database(primary.url("small"))
     primary.execute("DROP TABLESPACE small")
-    subprocess.run(["umount", disk], check=True)
 
 
 def test_full_disk_stops_writes_until_there_is_room(primary, small_disk, open_store):
     store = open_store(primary.url("small"))
     members = {"name": secrets.token_hex(30_000)}
     known = store.create_project("ann", members)
-    with suppress(OSError), open(small_disk / "filler", "wb", buffering=0) as file:
-        while True:
-            file.write(bytes(4096))
+    fill(small_disk)
     made = 1
     with fails(Unavailable):
         while made < 100:
@@ -806,5 +789,5 @@ def test_full_disk_stops_writes_until_there_is_room(primary, small_disk, open_st
     assert store.get_project("ann", known.id) == known
     (small_disk / "filler").unlink()
     store.create_project("ann", members)
-    total = json.loads(store.list_projects("ann", (), 0, 1).document)["total"]
+    total = json.loads(store.list_projects("ann", (), Page(0, 1)).document)["total"]
     assert total == made + 1

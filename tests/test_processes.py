@@ -8,14 +8,25 @@ import shutil
 import signal
 import socket
 import sqlite3
-import subprocess
-import threading
-from contextlib import closing, contextmanager, suppress
-from itertools import chain, takewhile
+from contextlib import closing, suppress
+from itertools import chain
 from pathlib import Path
 
 import pytest
-from running import BIN, LIMIT, PROJECTS, ROOT, Client, at_once, flask, gunicorn
+from running import (
+    BIN,
+    LIMIT,
+    PROJECTS,
+    ROOT,
+    Client,
+    at_once,
+    fill,
+    flask,
+    flask_run,
+    gunicorn,
+    run,
+    workers,
+)
 
 PRELOAD = pytest.mark.parametrize("options", [[], ["--preload"]], ids=["", "preload"])
 BROKEN = (OSError, http.client.HTTPException)
@@ -32,11 +43,6 @@ def check_integrity(path):
 
     yield check_integrity
     check_integrity()
-
-
-def workers(process):
-    children = f"/proc/{process.pid}/task/{process.pid}/children"
-    return [int(pid) for pid in Path(children).read_text().split()]
 
 
 @PRELOAD
@@ -152,31 +158,18 @@ def test_foreign_lock_stops_writes_until_it_ends(
         assert writer.acknowledged["version"] == 2
 
 
-@pytest.fixture
-def small_disk(tmp_path):
+def test_full_disk_stops_writes_until_there_is_room(environment, mount, tmp_path):
     disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk]
-    if subprocess.run(
-        mount, capture_output=True, check=False, timeout=LIMIT
-    ).returncode:
-        pytest.skip("no right to mount a small disk")
-    yield disk
-    subprocess.run(["umount", disk], check=True, timeout=LIMIT)
-
-
-def test_full_disk_stops_writes_until_there_is_room(environment, small_disk):
-    environment |= {"FLASK_DATABASE": str(small_disk / "gardening.db")}
+    mount(disk, "1m")
+    environment |= {"FLASK_DATABASE": str(disk / "gardening.db")}
     token = flask("token", "create", "ann", environment=environment).strip()
     with gunicorn(environment) as (_, port), Client(port, token) as client:
-        writer, filler = Writer(client), small_disk / "filler"
-        with suppress(OSError), open(filler, "wb", buffering=0) as file:
-            while True:
-                file.write(bytes(4096))
+        writer = Writer(client)
+        fill(disk)
         status, headers, _ = client.ask("POST", PROJECTS, {"name": "x" * 60_000})
         assert (status, headers["Retry-After"]) == (503, "5")
         assert client.call("GET", PROJECTS) == (200, [writer.acknowledged])
-        filler.unlink()
+        (disk / "filler").unlink()
         assert client.call("POST", PROJECTS, {"name": "x" * 60_000})[0] == 201
         writer.write(client)
         assert writer.acknowledged["version"] == 2
@@ -247,48 +240,21 @@ def test_body_may_come_in_chunks(gardening, chunks, status):
 def test_unusable_database_is_refused_at_start(environment, path, command):
     Path(path).write_text("This is no database." * 100)
     program, *arguments = command
-    refused = subprocess.run(
-        [BIN / program, *arguments],
-        check=False,
-        cwd=ROOT,
-        env=environment,
-        text=True,
-        capture_output=True,
-        timeout=LIMIT,
-    )
-    assert refused.returncode == 1
+    refused = run(BIN / program, *arguments, environment=environment, status=1)
     assert refused.stderr.count(f"Error: file is not a database: {path}\n") == 1
     assert "Traceback" not in refused.stderr
     assert Path(path).read_text() == "This is no database." * 100
 
 
-@contextmanager
-def development_server(folder):
-    """The lines that `flask run` prints in the folder."""
-    command = [BIN / "flask", "run", "--port=0"]
-    with subprocess.Popen(
-        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as server:
-        limit = threading.Timer(LIMIT, server.kill)  # which ends the lines
-        limit.start()
-        try:
-            yield server.stdout
-        finally:
-            limit.cancel()
-            server.terminate()
-
-
 def test_newcomer_is_told_the_next_step(tmp_path):
     for module in [*ROOT.glob("*.py"), ROOT / "openapi.json"]:
         shutil.copy(module, tmp_path)
-    with development_server(tmp_path) as lines:
-        assert any(line.startswith("No access token yet.") for line in lines)
-        command = next(lines).split()
+    with flask_run(None, folder=tmp_path) as (_, printed):
+        assert printed[0].startswith("No access token yet.")
+        command = printed[1].split()
     assert command == [str(BIN / "flask"), "token", "create", "ACCOUNT"]
     assert (tmp_path / "instance/gardening.db").exists()
 
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=LIMIT)
-    with development_server(tmp_path) as lines:
-        told = list(takewhile(lambda line: "Running on http://" not in line, lines))
-    assert told
-    assert not any("No access token" in line for line in told)
+    run(*command, folder=tmp_path)
+    with flask_run(None, folder=tmp_path) as (_, printed):
+        assert not any("No access token" in line for line in printed)

@@ -14,7 +14,7 @@ import pytest
 from running import BIN, PROJECTS, ROOT, Client, gunicorn
 
 from auth import digest
-from store import SQLiteStore
+from store import SQLite, Store
 
 README, OPERATIONS = (ROOT / "README.md", ROOT / "OPERATIONS.md")
 VARYING = {
@@ -97,7 +97,7 @@ def test_first_calls_and_tokens_print_what_the_readme_says(tmp_path, monkeypatch
         found = paste(calls.replace("http://127.0.0.1:5000", address), tmp_path)
         assert settled(found) == settled(printed)
         assert settled(paste(tokens, tmp_path)) == settled(shown)
-    store = SQLiteStore(str(tmp_path / "instance/gardening.db"))
+    store = Store(SQLite(str(tmp_path / "instance/gardening.db")))
     assert [account for _, _, _, account in store.list_tokens()] == ["ann"]
 
 
@@ -163,7 +163,7 @@ def first_token(operator, monkeypatch):
 
 
 def test_first_token_is_one_of_the_service(first_token, served):
-    store = SQLiteStore(served["FLASK_DATABASE"])
+    store = Store(SQLite(served["FLASK_DATABASE"]))
     assert store.find_account(digest(first_token)) == "ann"
 
 
@@ -193,7 +193,7 @@ def test_backup_is_made_while_the_service_runs_and_restored(
     with gunicorn(served) as (_, port), Client(port, first_token) as client:
         assert client.call("GET", PROJECTS) == kept
     [before] = tmp_path.glob("lib/before-*/gardening.db")
-    lost = SQLiteStore(str(before))
+    lost = Store(SQLite(str(before)))
     assert "lost" in str(lost.list_projects("ann", []).document)
 
 
@@ -210,5 +210,5 @@ def test_restore_without_a_backup_changes_nothing(operator, first_token, tmp_pat
     with pytest.raises(subprocess.CalledProcessError):
         operator(restore)
     assert not (tmp_path / "log").exists()
-    store = SQLiteStore(str(tmp_path / "lib/gardening.db"))
+    store = Store(SQLite(str(tmp_path / "lib/gardening.db")))
     assert store.find_account(digest(first_token)) == "ann"

@@ -1,0 +1,107 @@
+"""The command line: `flask token`, and what `flask run` says at its start.
+
+It is above auth and store, and knows nothing of HTTP or SQL.
+"""
+
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from functools import wraps
+from typing import Any
+
+import click
+from flask import Flask, current_app
+from flask.cli import AppGroup
+
+from auth import issue_token
+from store import Store, Unavailable
+
+MAX_DAYS = 1_000_000  # 2,700 years; dates end with the year 9999
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """On the command line, say in one line what is wrong, without usage or traceback."""
+    try:
+        yield
+    except (click.UsageError, Unavailable, ValueError) as error:
+        if click.get_current_context(silent=True):
+            raise click.ClickException(str(error)) from error
+        raise
+
+
+class Group(AppGroup):
+    def invoke(self, ctx: click.Context) -> Any:
+        with one_line_errors():
+            return super().invoke(ctx)
+
+
+def pass_store(command: Callable[..., None]) -> Callable[..., None]:
+    """Give the command the app's store, as click's pass_obj does with an object."""
+
+    @wraps(command)
+    def with_store(**arguments: object) -> None:
+        command(current_app.extensions["store"], **arguments)
+
+    return with_store
+
+
+token_commands = Group("token", help="Issue, list and revoke access tokens.")
+
+
+@token_commands.command("create")
+@click.argument("account")
+@click.option("--days", type=click.IntRange(1, MAX_DAYS), help="Default: no expiry.")
+@pass_store
+def create_token(store: Store, account: str, days: int | None) -> None:
+    """Print a new token for ACCOUNT; it cannot be shown again."""
+    click.echo(issue_token(store, account, days))
+
+
+@token_commands.command("list")
+@pass_store
+def list_tokens(store: Store) -> None:
+    """Show the ID, times and account of every token."""
+    tokens = store.list_tokens()
+    line = "{:>4}  {:16}  {:16}  {}"
+    click.echo(line.format("ID", "CREATED (UTC)", "EXPIRES (UTC)", "ACCOUNT"))
+    for token in tokens:
+        created, expires = utc(token.created_at), utc(token.expires_at)
+        click.echo(line.format(token.id, created, expires, token.account))
+
+
+def utc(time: int | None) -> str:
+    """Epoch milliseconds as a date and a time of day; `never` for none."""
+    if time is None:
+        return "never"
+    return f"{datetime.fromtimestamp(time // 1000, UTC):%Y-%m-%d %H:%M}"
+
+
+@token_commands.command("revoke")
+@click.argument("id", type=click.IntRange(1, 2**63 - 1))
+@pass_store
+def revoke_token(store: Store, id: int) -> None:
+    """Make the token with this ID, as `list` shows it, invalid at once."""
+    if not store.revoke_token(id):
+        raise click.UsageError(f"There is no token with the ID {id}.")
+
+
+def welcome(app: Flask, store: Store) -> None:
+    """On `flask run`, say what to do next."""
+    command = click.get_current_context(silent=True)
+    if command and command.info_name == "run":
+        if "index" in app.view_functions:
+            logging.getLogger("werkzeug").addFilter(announce_page)
+        if not store.list_tokens():
+            click.echo("No access token yet. In another terminal, in this folder, run:")
+            click.echo(f"    {sys.argv[0]} token create ACCOUNT")
+
+
+def announce_page(record: logging.LogRecord) -> bool:
+    """Add the page's address to the line in which Werkzeug says where it listens."""
+    page = r"\g<0>\n   Read and try the API in a browser: \1/docs/"
+    record.msg = re.sub(r" \* Running on (http\S+)", page, str(record.msg), count=1)
+    return True
