@@ -14,6 +14,7 @@ from urllib.parse import parse_qsl
 from flask import Blueprint, Flask, Response, current_app, redirect, request, url_for
 from marshmallow import ValidationError
 from werkzeug import exceptions as http
+from werkzeug.datastructures import ETags
 from werkzeug.http import quote_etag
 from werkzeug.routing import Rule
 
@@ -92,8 +93,9 @@ def add_page(app: Flask) -> None:
 
 def forget_dates() -> None:
     """Leave caching to ETags: Werkzeug raises OverflowError for dates far ahead."""
-    for name in ("HTTP_IF_MODIFIED_SINCE", "HTTP_IF_RANGE"):
-        request.environ.pop(name, None)
+    request.environ.pop("HTTP_IF_MODIFIED_SINCE", None)
+    if request.environ.pop("HTTP_IF_RANGE", None):
+        request.environ.pop("HTTP_RANGE", None)  # send it all (RFC 9110 13.1.5)
 
 
 @api.get("/openapi.json")
@@ -129,9 +131,14 @@ def create_project(account: str) -> Response:
 @token_required
 def list_projects(account: str) -> Response:
     """List the account's Projects, or one page of them."""
-    known = tags(request.if_none_match.as_set(include_weak=True))
-    projects = current_store().list_projects(account, known, read_page())
-    return revalidated(projects.etag, projects.document)
+    page, known = read_page(), etags(request.if_none_match, include_weak=True)
+    projects = current_store().list_projects(account, known, page)
+    response = revalidated(projects.etag, projects.document)
+    if page and projects.next is not None:  # RFC 8288
+        number = min(page.page + 1, schemas.MAX_PAGE)
+        query = f"page={number}&size={page.size}&after={projects.next}"
+        response.headers["Link"] = f'<{url_for(".list_projects")}?{query}>; rel="next"'
+    return response
 
 
 @api.get("/api/v1/gardening/projects/<id>")
@@ -147,7 +154,7 @@ def get_project(account: str, id: str) -> Response:
 def update_project(account: str, id: str) -> Response:
     """Change the given members, and only those."""
     members = read_members()
-    project = current_store().update_project(account, id, members, expected_etags())
+    project = current_store().update_project(account, id, members, *preconditions())
     # No ETag: what is stored is not what was sent (RFC 9110 9.3.4).
     return Response(project.document, mimetype="application/json")
 
@@ -156,7 +163,7 @@ def update_project(account: str, id: str) -> Response:
 @token_required
 def delete_project(account: str, id: str) -> Response:
     """Delete a Project and all that belongs to it."""
-    current_store().delete_project(account, id, expected_etags())
+    current_store().delete_project(account, id, *preconditions())
     response = Response(status=204)
     del response.headers["Content-Type"]  # there is no content
     return response
@@ -187,7 +194,11 @@ def read_members() -> dict[str, object]:
     """The members of a Project that the body gives."""
     body = read_body()
     try:
-        members = json.loads(body.decode(), parse_constant=reject_constant)
+        members = json.loads(
+            body.decode(),
+            parse_constant=reject_constant,
+            object_pairs_hook=reject_duplicates,
+        )
     except UnicodeDecodeError as error:
         reason = f"byte {error.start + 1} is not UTF-8"
     except json.JSONDecodeError as error:
@@ -205,32 +216,53 @@ def reject_constant(name: str) -> NoReturn:
     raise ValueError(f"JSON has no {name}")
 
 
+def reject_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """I-JSON (RFC 7493 2.3): to take the last one would lose the first in silence."""
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise http.BadRequest(f"The body gives the member {json.dumps(twice)} twice.")
+    return members
+
+
 def read_body() -> bytes:
+    coding = request.headers.get("Content-Encoding", "identity")
+    if coding.strip().lower() != "identity":  # RFC 9110 15.5.16
+        raise http.UnsupportedMediaType("Send the body without a Content-Encoding.")
     if not request.is_json:
         detail = "Send JSON with the header Content-Type: application/json."
         raise http.UnsupportedMediaType(detail)
     try:
         body = request.get_data()
     except http.RequestEntityTooLarge:
-        raise
+        raise too_large() from None
     except Exception as error:  # the exceptions of servers share no base class
         raise http.BadRequest("The body ended early or is malformed.") from error
     if len(body) > MAX_BODY:
-        raise http.RequestEntityTooLarge
+        raise too_large()
     if len(body) < (request.content_length or 0):
         raise http.BadRequest("The body ended early.")
     return body
 
 
-def expected_etags() -> store.Etags:
-    """The strong ETags of If-Match (RFC 9110 13.1.1), or None if any will do."""
-    if "If-Match" not in request.headers or request.if_match.star_tag:
-        return None
-    return tags(request.if_match.as_set())
+def too_large() -> http.RequestEntityTooLarge:
+    return http.RequestEntityTooLarge(f"The body is longer than {MAX_BODY} bytes.")
 
 
-def tags(parsed: set[Any]) -> list[str]:
-    return [tag for tag in parsed if tag]  # Werkzeug parses an empty ETag as None
+def preconditions() -> tuple[store.Etags | None, store.Etags]:
+    """What a change expects and refuses: If-Match, If-None-Match (RFC 9110 13.1)."""
+    expected = None
+    if "If-Match" in request.headers and not request.if_match.star_tag:
+        expected = etags(request.if_match)
+    if request.if_none_match.star_tag:
+        expected = []  # "*" refuses any ETag, so that none is as expected
+    return expected, etags(request.if_none_match, include_weak=True)
+
+
+def etags(field: ETags, include_weak: bool = False) -> list[str]:
+    # Werkzeug parses an empty ETag as None.
+    return [etag for etag in field.as_set(include_weak) if etag]
 
 
 def revalidated(etag: str, document: bytes | None) -> Response:
@@ -243,13 +275,25 @@ def revalidated(etag: str, document: bytes | None) -> Response:
     return Response(document, headers=headers, mimetype="application/json")
 
 
+TITLES = {413: "Content Too Large", 422: "Unprocessable Content"}  # RFC 9110's phrases
+DETAILS = {  # in place of Werkzeug's
+    404: "There is no such path.",
+    405: "This path does not take this method; see the header Allow.",
+    500: "This is a bug in the service; see its log.",
+}
+
+
 @api.app_errorhandler(http.HTTPException)
 def problem(error: http.HTTPException, **members: object) -> Response:
     """A problem document (RFC 9457), with the headers that the error brings along."""
-    document = {"type": "about:blank", "title": error.name, "status": error.code}
-    body = json.dumps({**document, "detail": error.description, **members})
-    response = Response(body, error.code, error.get_headers())
+    code, detail = error.code or 500, error.description
+    if detail == type(error).description:
+        detail = DETAILS.get(code, detail)
+    document = {"type": "about:blank", "title": TITLES.get(code, error.name)}
+    body = json.dumps({**document, "status": code, "detail": detail, **members})
+    response = Response(body, code, error.get_headers())
     response.content_type = "application/problem+json"
+    response.cache_control.no_store = True
     return response
 
 
@@ -259,21 +303,46 @@ def on_invalid(error: ValidationError) -> Response:
     return problem(http.UnprocessableEntity(detail), errors=error.messages)
 
 
-@api.app_errorhandler(store.NotFound)
-def on_not_found(error: store.NotFound) -> Response:
-    return problem(http.NotFound("Your account has no Project with this id."))
+# What the store raises, as a caller is told.
+PROBLEMS: dict[type[Exception], tuple[http.HTTPException, dict[str, object]]] = {
+    store.NotFound: (http.NotFound("Your account has no Project with this id."), {}),
+    store.Stale: (
+        http.PreconditionFailed("The Project has another ETag now: fetch it again."),
+        {},
+    ),
+    store.KeyReused: (
+        http.UnprocessableEntity(
+            "This Idempotency-Key came with other members before."
+        ),
+        {"type": "urn:gardening:key-reused", "errors": {}},
+    ),
+    store.KeySpent: (
+        http.Conflict("The Project of this Idempotency-Key has been deleted."),
+        {"type": "urn:gardening:key-spent"},
+    ),
+    store.Unavailable: (
+        http.ServiceUnavailable(
+            "The database is unavailable; nothing was changed. Try again later.",
+            retry_after=RETRY_AFTER,
+        ),
+        {},
+    ),
+    store.OutcomeUnknown: (
+        http.ServiceUnavailable(
+            "The change may have been made, or not: read before you repeat it.",
+            retry_after=RETRY_AFTER,
+        ),
+        {"type": "urn:gardening:outcome-unknown"},
+    ),
+}
 
 
-@api.app_errorhandler(store.Stale)
-def on_stale(error: store.Stale) -> Response:
-    detail = "The Project has another version: fetch it again."
-    return problem(http.PreconditionFailed(detail))
+def on_store_error(error: Exception) -> Response:
+    if isinstance(error, store.Unavailable):
+        current_app.logger.error("Database unavailable: %s", error)
+    known, members = PROBLEMS[type(error)]
+    return problem(known, **members)
 
 
-@api.app_errorhandler(store.Unavailable)
-def on_unavailable(error: store.Unavailable) -> Response:
-    current_app.logger.error("Database unavailable: %s", error)
-    detail = "The database is unavailable; nothing was changed. Try again later."
-    if isinstance(error, store.OutcomeUnknown):
-        detail = "The database was lost: the change may have been made. Read before you repeat it."
-    return problem(http.ServiceUnavailable(detail, retry_after=RETRY_AFTER))
+for state in PROBLEMS:
+    api.app_errorhandler(state)(on_store_error)

@@ -4,8 +4,8 @@ It holds what differs from SQLite, and no rule of the store: those are in store.
 """
 
 import re
-import secrets
 import select
+import threading
 import time
 from contextlib import ExitStack
 from functools import cache, cached_property
@@ -17,13 +17,22 @@ from psycopg.conninfo import conninfo_to_dict
 import store
 from store import Engine, Unavailable, Values
 
-PATIENCE = 5.0  # seconds for a statement, once connected
+PATIENCE = 5.0  # seconds for a statement or a transaction, once connected
+PAUSE = 0.5  # seconds between two attempts to reach a server that was silent
 CONNECT_TIMEOUT = 2  # seconds for each host; libpq takes no less
 STATEMENT_TIMEOUT = 4  # seconds, after which the server itself gives up
 # SQLSTATEs of statements that had no effect: resources, locks, shutdown, I/O, standby,
-# contention, damage.
-OUTAGE = re.compile("53|55P03|57|58|25006|40|XX00[12]")
-LAYOUT = "Gardening Project Service, layout 1"
+# contention, damage, privileges.
+OUTAGE = re.compile("53|55P03|57|58|25006|40|XX00[12]|42501")
+KEYS = """
+CREATE TABLE idempotency_key (                  -- outlives its Project: it is spent
+    account     text    NOT NULL,
+    key         text    NOT NULL,
+    digest      bytea   NOT NULL,               -- SHA-256 of the members
+    project     text    NOT NULL,
+    PRIMARY KEY (account, key)
+);
+"""
 TABLES = f"""
 CREATE TABLE account (
     name        text    PRIMARY KEY,
@@ -49,17 +58,18 @@ CREATE TABLE project (
     location    text,                           -- JSON, as it goes over the wire
     PRIMARY KEY (account, seq)
 );
+{KEYS}
 CREATE TABLE part (                             -- a region, zone, parcel, controller
     id          text    PRIMARY KEY,
     project     text    NOT NULL REFERENCES project (id) ON DELETE CASCADE,
     kind        text    NOT NULL
 );
 CREATE INDEX part_project ON part (project);    -- else deleting a Project scans all parts
-COMMENT ON TABLE project IS '{LAYOUT}';
 """
-INSPECT = """
+MARK = "Gardening Project Service, layout "  # the comment on the table of Projects
+INSPECT = f"""
 SELECT current_setting('server_encoding'),
-    obj_description(to_regclass('project'), 'pg_class'),
+    substring(obj_description(to_regclass('project'), 'pg_class') FROM '^{MARK}(\\d+)$')::int,
     (SELECT count(*) FROM information_schema.tables
     WHERE table_schema = current_schema() AND table_type = 'BASE TABLE')
 """
@@ -77,20 +87,19 @@ DOCUMENT = """concat('{"id":', to_json(id), ',"name":',
     ',"updated_at":', updated_at, ',"version":', version, ',"postal_code":',
     coalesce(to_json(postal_code)::text, 'null'), ',"location":',
     coalesce(location, 'null'), '}')"""
-ETAG = "version::text"
+ETAG = "concat(version, '-', updated_at)"
 PROJECT = f"id, {ETAG}, convert_to({DOCUMENT}, 'UTF8')"
 EXPECTED = f"""id = :id AND account = :account
-    AND (:etags::jsonb IS NULL OR :etags::jsonb ? {ETAG})"""
+    AND (:expected::jsonb IS NULL OR :expected::jsonb ? {ETAG})
+    AND NOT :refused::jsonb ? {ETAG}"""
 # The account's row is where its writers wait for each other, so it changes first. By then
-# another may have changed the Project: what follows asks for it again, on the newest row.
-# EXISTS spares the lists of the account a new revision where nothing is to be changed.
-REVISED = f"""WITH revised AS (UPDATE account SET revision = :revision
+# another may have changed the Project, so the condition is asked again, on its newest row;
+# if it fails only then, the lists get a new revision for nothing. EXISTS, which sees the
+# rows as they were at first, prevents that for a change that was never to be made.
+REVISED = f"""WITH revised AS (UPDATE account SET revision = md5(random()::text)
     WHERE name = :account AND EXISTS (SELECT FROM project WHERE {EXPECTED})
     RETURNING revision)"""
-ROWS = f"SELECT {DOCUMENT} FROM project WHERE account = :account ORDER BY seq"
-UNKNOWN_LIST = """SELECT etag, CASE WHEN :known::jsonb ? etag THEN NULL
-        ELSE convert_to({}, 'UTF8') END
-    FROM {}"""
+IS_KNOWN = ":known::jsonb ? etag"
 
 
 class PostgreSQL(Engine):
@@ -99,32 +108,36 @@ class PostgreSQL(Engine):
     Each statement is a transaction of its own, since the connections are in autocommit.
     """
 
+    TABLES = TABLES
+    UPGRADES = (KEYS,)
+    BEGIN = "BEGIN"
     GET = f"SELECT {PROJECT} FROM project WHERE id = :id AND account = :account"
     CREATE = f"""WITH counted AS (
             INSERT INTO account AS known (name, created, revision)
-            SELECT :account, 1, :revision
-            WHERE NOT EXISTS (SELECT FROM project WHERE id = :id)
+            VALUES (:account, 1, md5(random()::text))
             ON CONFLICT (name) DO UPDATE
             SET created = known.created + 1, revision = excluded.revision
             RETURNING created)
         INSERT INTO project
             (id, account, seq, created_at, updated_at, {", ".join(store.COLUMNS)})
         SELECT :id, :account, created, :now, :now, :{", :".join(store.COLUMNS)}
-        FROM counted ON CONFLICT (id) DO NOTHING RETURNING {PROJECT}"""
+        FROM counted RETURNING {PROJECT}"""
     UPDATE = f"""{REVISED} UPDATE project
         SET :changes version = version + 1, updated_at = greatest(updated_at, :now)
         FROM revised WHERE {EXPECTED} RETURNING {PROJECT}"""
     DELETE = f"""{REVISED} DELETE FROM project
         USING revised WHERE {EXPECTED} RETURNING id"""
-    LIST = UNKNOWN_LIST.format(
-        f"concat('[', array_to_string(ARRAY({ROWS}), ','), ']')", store.LIST_ETAG
-    )
-    PAGE = UNKNOWN_LIST.format(
-        f"""concat('{{"projectList":[',
-            array_to_string(ARRAY({ROWS} LIMIT :size OFFSET :page::bigint * :size), ','),
-            '],"page":', :page::bigint, ',"size":', :size::bigint, ',"total":',
-            (SELECT count(*) FROM project WHERE account = :account), '}}')""",
-        store.LIST_ETAG,
+    LIST = f"""SELECT etag, CASE WHEN NOT {IS_KNOWN} THEN convert_to(
+            concat('[', array_to_string(ARRAY(
+                SELECT {DOCUMENT} FROM project WHERE account = :account ORDER BY seq),
+                ','), ']'), 'UTF8') END, NULL
+        FROM {store.LIST_ETAG}"""
+    PAGE = store.PAGES.format(
+        is_known=IS_KNOWN,
+        columns=f"seq, {DOCUMENT} AS document",
+        document=f"""convert_to(concat('{{"projectList":[',
+            string_agg(document, ',' ORDER BY seq), '],"page":', :page::bigint,
+            ',"size":', :size::bigint, ',"total":', {store.TOTAL}, '}}'), 'UTF8')""",
     )
 
     def __init__(self, url: str) -> None:
@@ -132,6 +145,10 @@ class PostgreSQL(Engine):
         super().__init__()
         self._url = url
         self._is_prepared = False  # at the first use: a worker may start in an outage
+        self._retry_at: float | None = (
+            None  # by time.monotonic(), if the server is silent
+        )
+        self._trying = threading.Lock()
         try:
             # Errors quote host and port; a raw "@", "/" or ":" puts the password there.
             if not re.fullmatch("postgresql://([^@/?#]*@)?[^@]*", url):
@@ -143,31 +160,46 @@ class PostgreSQL(Engine):
             raise Unavailable(f"malformed URL of a database: {hint}") from None
 
     def take(self, idle: list[Any]) -> "Connection":
+        if self._retry_at is not None:
+            self._take_turn_to_try()
         while (connection := store.pop(idle)) is not None:
             poll = select.poll()
             poll.register(connection, select.POLLIN)
             if not poll.poll(0):
+                connection.deadline = time.monotonic() + PATIENCE
                 return connection  # type: ignore[no-any-return]
             connection.close()  # what arrives unasked is notice of its end
         return self._connect()
 
-    def write(self, sql: str, values: Values) -> list[Any]:
-        """Like run; draws the revision, which in SQLite a trigger does."""
-        return super().write(sql, values | {"revision": secrets.token_hex(8)})
-
     def execute(self, connection: "Connection", sql: str, values: Values) -> list[Any]:
-        connection.deadline = time.monotonic() + PATIENCE
-        return connection.statement.execute(as_psycopg(sql), values).fetchall()
+        rows = connection.statement.execute(as_psycopg(sql), values).fetchall()
+        self._retry_at = None
+        return rows
 
     def raise_outage(self, error: BaseException, writes: bool) -> None:
-        state = getattr(error, "sqlstate", None)
+        if not isinstance(error, psycopg.Error):
+            return
+        state = error.sqlstate
+        is_silence = isinstance(error, (Silence, psycopg.errors.ConnectionTimeout))
+        pause = 0 if self._retry_at is None else PAUSE  # it may be a single statement's
+        self._retry_at = time.monotonic() + pause if is_silence else None
         if isinstance(error, psycopg.OperationalError) and is_lost(state):
             self.close()  # the idle ones are most likely lost as well
-            raise (store.OutcomeUnknown if writes else Unavailable)(
-                one_line(error)
-            ) from error
+            raised = store.OutcomeUnknown if writes else Unavailable
+            raise raised(one_line(error)) from error
         if OUTAGE.match(state or ""):
             raise Unavailable(one_line(error)) from error
+
+    def _take_turn_to_try(self) -> None:
+        """While the server is silent, let one request at a time find out if it still is."""
+        with self._trying:
+            now = time.monotonic()
+            if self._retry_at is not None:
+                if now < self._retry_at:
+                    raise Unavailable(
+                        "the server did not respond; trying again shortly"
+                    )
+                self._retry_at = now + PATIENCE + PAUSE
 
     def _connect(self) -> "Connection":
         try:
@@ -183,11 +215,12 @@ class PostgreSQL(Engine):
                 self._prepare(connection)
                 failure.pop_all()
         except psycopg.Error as error:
+            self.raise_outage(error, writes=False)
             raise Unavailable(one_line(error)) from error
         return connection
 
     def _prepare(self, session: "Connection") -> None:
-        """Create the tables in an empty database; leave alone one that is not ours."""
+        """Create the tables or bring them up to date; leave alone what is not ours."""
         session.deadline = time.monotonic() + PATIENCE
         session.execute(SESSION)
         if self._is_prepared:
@@ -197,10 +230,9 @@ class PostgreSQL(Engine):
             [(encoding, layout, tables)] = session.execute(INSPECT).fetchall()
             if encoding != "UTF8":
                 raise Unavailable(f"the database is in {encoding}, not in UTF8")
-            if tables and layout != LAYOUT:
-                raise Unavailable(store.FOREIGN)
-            if not tables:
-                session.execute(TABLES)
+            if steps := self.upgrades(layout, tables):
+                mark = f"COMMENT ON TABLE project IS '{MARK}{store.LAYOUT}'"
+                session.execute(";".join([*steps, mark]))
         self._is_prepared = True
 
 
@@ -217,7 +249,16 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         # psycopg waits for the server here, and here alone; without a limit, by default.
         kwargs["timeout"] = max(0.0, self.deadline - time.monotonic())
-        return super().wait(*args, **kwargs)
+        try:
+            return super().wait(*args, **kwargs)
+        except psycopg.OperationalError as error:
+            if time.monotonic() < self.deadline:
+                raise
+            raise Silence(f"no response within {PATIENCE:.0f} s") from error
+
+
+class Silence(psycopg.OperationalError):
+    """The server did not respond before the deadline."""
 
 
 @cache

@@ -72,10 +72,11 @@ class ProjectSchema(Schema):
 
 
 class PageSchema(Schema):
-    """The query of a list in pages; one of the two members is enough."""
+    """The query of a list in pages; any one of the members is enough."""
 
     page = Digits(validate=validate.Range(0, MAX_PAGE), load_default=0)
     size = Digits(validate=validate.Range(1, MAX_SIZE), load_default=20)
+    after = Digits(validate=validate.Range(0, MAX_PAGE), load_default=None)
 
 
 PROJECT = ProjectSchema()

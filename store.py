@@ -17,6 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,15 @@ class NotFound(Exception):
 
 
 class Stale(Exception):
-    """The Project's ETag is not among those that the caller expects."""
+    """The Project's ETag is not one that the caller expects, or is one that it refuses."""
+
+
+class KeyReused(Exception):
+    """The account made a Project with the same key, and with other members."""
+
+
+class KeySpent(Exception):
+    """The account made a Project with the same key, and has deleted it."""
 
 
 class Unavailable(Exception):
@@ -34,23 +43,27 @@ class Unavailable(Exception):
 
 
 class OutcomeUnknown(Unavailable):
-    """The connection was lost during a write, which may or may not have been made."""
+    """A write may or may not have been made: its connection or its disk failed."""
 
 
 class Project(NamedTuple):
     id: str
-    etag: str
+    etag: str  # version and updated_at, so that none comes back after a restored backup
     document: bytes  # JSON
 
 
 class ProjectList(NamedTuple):
     etag: str
     document: bytes | None  # None if the caller knows this etag
+    next: (
+        int | None
+    )  # `after` of the next page; None after the last, and if it is known
 
 
 class Page(NamedTuple):
     page: int  # from 0
     size: int  # Projects
+    after: int | None = None  # starts behind this Project, whatever `page` says
 
 
 class Token(NamedTuple):
@@ -61,16 +74,15 @@ class Token(NamedTuple):
 
 
 Members = Mapping[str, object]  # some or all of COLUMNS
-Etags = Collection[str] | None  # a change expects one of these; None: any will do
+Etags = Collection[str]
 Values = dict[str, Any]  # of the parameters of a statement
 
 DAY = 86_400_000  # milliseconds
 
 
 class Store:
-    """The rules, for either engine: each method is one statement, so nothing is half done.
-
-    Any method may raise Unavailable, one that writes OutcomeUnknown as well.
+    """The rules, for either engine. Any method may raise Unavailable, one that writes
+    OutcomeUnknown as well. A change finds its rows in the statement that makes it.
     """
 
     def __init__(
@@ -84,14 +96,29 @@ class Store:
     def create_project(
         self, account: str, members: Members, key: str | None = None
     ) -> Project:
-        """Add a Project, or return the one that the account made with the same key."""
-        id = project_id(account, key)
-        values = {"account": account, "id": id, **dict.fromkeys(COLUMNS)}
-        values |= as_columns(members)
-        while not (rows := self._write(self._engine.CREATE, values)):
-            with suppress(NotFound):  # deleted just now, so it can be made again
-                return self.get_project(account, id)
-        return Project(*rows[0])
+        """Add a Project, or return the one that the account made with the same key.
+
+        A key is remembered for good. Raises KeyReused, KeySpent.
+        """
+        columns = dict.fromkeys(COLUMNS) | as_columns(members)
+        id = secrets.token_hex(12)
+        values = {"account": account, "id": id, "now": self._now(), **columns}
+        if key is None:
+            return Project(*self._engine.write(self._engine.CREATE, values)[0])
+        text = json.dumps(columns)  # in the order of COLUMNS, whatever the caller's is
+        digest = hashlib.sha256(text.encode()).digest()
+        claim = {"account": account, "key": key, "digest": digest, "project": id}
+        with self._engine.transaction() as execute:
+            if execute(CLAIM, claim):
+                return Project(*execute(self._engine.CREATE, values)[0])
+            [(made, claimed)] = execute(CLAIMED, claim)
+        try:
+            project = self.get_project(account, made)
+        except NotFound:
+            raise KeySpent from None
+        if claimed != digest:
+            raise KeyReused
+        return project
 
     def get_project(self, account: str, id: str) -> Project:
         """Raises NotFound."""
@@ -101,17 +128,32 @@ class Store:
         return Project(*rows[0])
 
     def update_project(
-        self, account: str, id: str, members: Members, etags: Etags
+        self,
+        account: str,
+        id: str,
+        members: Members,
+        expected: Etags | None = None,
+        refused: Etags = (),
     ) -> Project:
-        """Change these members and raise the version by 1. Raises NotFound, Stale."""
+        """Change these members and raise the version by 1. Raises NotFound, Stale.
+
+        The ETag must be an expected one (None: any), and none of those refused.
+        """
         columns = as_columns(members)
         changes = "".join(f"{name} = :{name}, " for name in columns)
         sql = self._engine.UPDATE.replace(":changes", changes)
-        return Project(*self._change(sql, identity(account, id) | columns, etags))
+        values = identity(account, id) | columns
+        return Project(*self._change(sql, values, expected, refused))
 
-    def delete_project(self, account: str, id: str, etags: Etags) -> None:
+    def delete_project(
+        self,
+        account: str,
+        id: str,
+        expected: Etags | None = None,
+        refused: Etags = (),
+    ) -> None:
         """Delete a Project and all that belongs to it. Raises NotFound, Stale."""
-        self._change(self._engine.DELETE, identity(account, id), etags)
+        self._change(self._engine.DELETE, identity(account, id), expected, refused)
 
     def list_projects(
         self, account: str, known: Collection[str], page: Page | None = None
@@ -120,11 +162,13 @@ class Store:
 
         Any change gives the account's lists etags that never come back.
         """
-        values = {"account": account, "known": as_list(known), "query": "-"}
+        values: Values = {"account": account, "known": as_list(known), "query": "-"}
         sql = self._engine.LIST
         if page:
-            values |= page._asdict() | {"query": "-{}-{}".format(*page)}
-            sql = self._engine.PAGE
+            sql, offset = self._engine.PAGE, page.page * page.size
+            values |= page._asdict() | {"after": page.after or 0}
+            values["offset"] = offset if page.after is None else 0
+            values["query"] = "".join(f"-{n}" for n in page if n is not None)
         return ProjectList(*self._engine.run(sql, values)[0])
 
     def add_token(self, account: str, digest: bytes, days: int | None = None) -> None:
@@ -154,30 +198,23 @@ class Store:
         sql = "DELETE FROM token WHERE id = :id RETURNING id"
         return bool(self._engine.write(sql, {"id": id}))
 
-    def _change(self, sql: str, values: Values, etags: Etags) -> Any:
-        values["etags"] = None if etags is None else as_list(etags)
-        rows = self._write(sql, values)
+    def _change(
+        self, sql: str, values: Values, expected: Etags | None, refused: Etags
+    ) -> Any:
+        values["now"] = self._now()
+        values["expected"] = None if expected is None else as_list(expected)
+        values["refused"] = as_list(refused)
+        rows = self._engine.write(sql, values)
         if rows:
             return rows[0]
-        if etags is None:
+        if expected is None and not refused:
             raise NotFound
         # This raises NotFound, unless it is only the ETag that did not match.
         self.get_project(values["account"], values["id"])
         raise Stale
 
-    def _write(self, sql: str, values: Values) -> list[Any]:
-        values["now"] = self._now()
-        return self._engine.write(sql, values)
-
     def _now(self) -> int:
         return int(self._clock() * 1000)
-
-
-def project_id(account: str, key: str | None) -> str:
-    """24 hexadecimal digits: random, or with a key always the same."""
-    if key is None:
-        return secrets.token_hex(12)
-    return hashlib.sha256(f"{account}\0{key}".encode()).hexdigest()[:24]
 
 
 def identity(account: str, id: str) -> Values:
@@ -208,8 +245,23 @@ def as_json(value: Any) -> Any:
 COLUMNS = {"name": as_text, "postal_code": as_text, "location": as_json}
 LIST_ETAG = """(SELECT coalesce(
     (SELECT revision FROM account WHERE name = :account), '') || :query AS etag) AS list"""
-FOREIGN = "made by another program or a newer release"
+CLAIM = """INSERT INTO idempotency_key (account, key, digest, project)
+    VALUES (:account, :key, :digest, :project)
+    ON CONFLICT (account, key) DO NOTHING RETURNING project"""
+CLAIMED = """SELECT project, digest FROM idempotency_key
+    WHERE account = :account AND key = :key"""
+TOTAL = "(SELECT count(*) FROM project WHERE account = :account)"
+# What is known is neither read nor rendered.
+PAGES = f"""WITH list AS (SELECT etag, {{is_known}} AS is_known FROM {LIST_ETAG})
+    SELECT etag, document, next FROM list, (
+        SELECT CASE WHEN NOT (SELECT is_known FROM list) THEN {{document}} END AS document,
+            nullif(max(seq), (SELECT max(seq) FROM project WHERE account = :account))
+            AS next
+        FROM (SELECT {{columns}} FROM project
+            WHERE account = :account AND seq > :after AND NOT (SELECT is_known FROM list)
+            ORDER BY seq LIMIT :size OFFSET :offset) AS rows) AS page"""
 APPLICATION_ID = 0x67617264  # "gard": the database is ours
+LAYOUT = 2  # of the tables
 
 
 class Engine:
@@ -219,12 +271,15 @@ class Engine:
     A class of an engine says how to connect and execute, and which errors are an outage.
     """
 
+    TABLES: str  # of the present layout
+    UPGRADES: tuple[str, ...]  # the steps to it: from layout 1 to 2, from 2 to 3, …
     GET: str  # its rows are those of a Project, as are those of the next two
     CREATE: str
     UPDATE: str  # with :changes for the columns to set
     DELETE: str
     LIST: str  # its row is that of a ProjectList, as is that of the next one
     PAGE: str
+    BEGIN: str  # a transaction that writes
 
     def __init__(self) -> None:
         self._idle: dict[int, list[Any]] = defaultdict(list)
@@ -236,9 +291,7 @@ class Engine:
             connection = self.take(idle)
             rows = self.execute(connection, sql, values)
         except BaseException as error:
-            if connection is not None:
-                connection.close()
-            self.raise_outage(error, writes)
+            self.give_up(connection, error, writes)
             raise
         idle.append(connection)
         return rows
@@ -247,6 +300,20 @@ class Engine:
         """Like run, for a statement that writes. Raises OutcomeUnknown as well."""
         return self.run(sql, values, writes=True)
 
+    @contextmanager
+    def transaction(self) -> Iterator[Callable[[str, Values], list[Any]]]:
+        """For several statements that write: all of them are made, or none."""
+        idle, connection = self._idle[os.getpid()], None
+        try:
+            connection = self.take(idle)
+            connection.execute(self.BEGIN)
+            yield partial(self.execute, connection)
+            connection.execute("COMMIT")
+        except BaseException as error:
+            self.give_up(connection, error, writes=True)
+            raise
+        idle.append(connection)
+
     def take(self, idle: list[Any]) -> Any:
         """A connection that is open: one of the idle ones, or a new one."""
         raise NotImplementedError
@@ -254,9 +321,27 @@ class Engine:
     def execute(self, connection: Any, sql: str, values: Values) -> list[Any]:
         raise NotImplementedError
 
+    def give_up(self, connection: Any, error: BaseException, writes: bool) -> None:
+        """Close the connection; raise Unavailable if the error is an outage, no defect."""
+        if connection is not None:
+            connection.close()
+        # Without a connection, nothing was sent that might have been made.
+        self.raise_outage(error, writes and connection is not None)
+
     def raise_outage(self, error: BaseException, writes: bool) -> None:
-        """Raise Unavailable if the error is an outage, and no defect."""
         raise NotImplementedError
+
+    def upgrades(self, layout: int | None, tables: int) -> tuple[str, ...]:
+        """What brings a database of so many tables up to date, if its mark is this.
+
+        Raises Unavailable if it has no mark of ours, or that of a newer release.
+        """
+        if not tables:
+            return (self.TABLES,)
+        if layout is None or layout > LAYOUT:
+            made = "another program" if layout is None else "a newer release"
+            raise Unavailable(f"the database was made by {made}")
+        return self.UPGRADES[layout - 1 :]
 
     def close(self) -> None:
         """Close the connections that are idle; the engine can go on, with new ones."""
@@ -282,23 +367,39 @@ SHORT_PATIENCE = 0.1  # seconds, after a failed write, until one succeeds
 OUTAGE = re.compile(  # what an operator can mend, or a retry can get past
     "SQLITE_(BUSY|LOCKED|READONLY|IOERR|CORRUPT|FULL|CANTOPEN|PROTOCOL|NOTADB)"
 )
-LAYOUT = 1  # of the tables, kept as PRAGMA user_version
+KEYS = """
+CREATE TABLE idempotency_key (                      -- outlives its Project: it is spent
+    account     TEXT    NOT NULL,
+    key         TEXT    NOT NULL,
+    digest      BLOB    NOT NULL,                   -- SHA-256 of the members
+    project     TEXT    NOT NULL,
+    PRIMARY KEY (account, key)
+) STRICT, WITHOUT ROWID;
+"""
+TRIGGERS = """
+CREATE TRIGGER project_insert AFTER INSERT ON project BEGIN
+    REPLACE INTO account VALUES (new.account, hex(randomblob(8)), new.seq); END;
+CREATE TRIGGER project_update AFTER UPDATE ON project BEGIN
+    UPDATE account SET revision = hex(randomblob(8)) WHERE name = new.account; END;
+CREATE TRIGGER project_delete AFTER DELETE ON project BEGIN
+    UPDATE account SET revision = hex(randomblob(8)) WHERE name = old.account; END;
+"""
 TABLES = f"""
-BEGIN IMMEDIATE;
 -- The revision validates an account's lists. It is random, since a counter would
 -- return to earlier values when a backup is restored.
-CREATE TABLE IF NOT EXISTS account (
+CREATE TABLE account (
     name        TEXT    PRIMARY KEY,
-    revision    TEXT    NOT NULL
+    revision    TEXT    NOT NULL,
+    created     INTEGER NOT NULL DEFAULT 0          -- Projects ever: the last one's seq
 ) STRICT;
-CREATE TABLE IF NOT EXISTS token (
+CREATE TABLE token (
     id          INTEGER PRIMARY KEY AUTOINCREMENT,  -- a late revoke hits no newer token
     account     TEXT    NOT NULL,
     digest      BLOB    NOT NULL UNIQUE,            -- SHA-256
     created_at  INTEGER NOT NULL,                   -- all times in epoch milliseconds
     expires_at  INTEGER                             -- NULL: never
 ) STRICT;
-CREATE TABLE IF NOT EXISTS project (
+CREATE TABLE project (
     id          TEXT    NOT NULL UNIQUE,
     account     TEXT    NOT NULL,
     seq         INTEGER NOT NULL,                   -- the account's order of creation
@@ -310,36 +411,37 @@ CREATE TABLE IF NOT EXISTS project (
     location    TEXT,                               -- JSON: a REAL shows 15 digits only
     PRIMARY KEY (account, seq)
 ) STRICT, WITHOUT ROWID;  -- kept in the order of its key, so a list is one range of it
-CREATE TABLE IF NOT EXISTS part (                   -- a region, zone, parcel, controller
+{KEYS}
+CREATE TABLE part (                                 -- a region, zone, parcel, controller
     id          TEXT    PRIMARY KEY,
     project     TEXT    NOT NULL REFERENCES project (id) ON DELETE CASCADE,
     kind        TEXT    NOT NULL
 ) STRICT;
 -- Without this index, deleting a Project would scan all parts.
-CREATE INDEX IF NOT EXISTS part_project ON part (project);
-CREATE TRIGGER IF NOT EXISTS project_insert AFTER INSERT ON project BEGIN
-    REPLACE INTO account VALUES (new.account, hex(randomblob(8))); END;
-CREATE TRIGGER IF NOT EXISTS project_update AFTER UPDATE ON project BEGIN
-    REPLACE INTO account VALUES (new.account, hex(randomblob(8))); END;
-CREATE TRIGGER IF NOT EXISTS project_delete AFTER DELETE ON project BEGIN
-    REPLACE INTO account VALUES (old.account, hex(randomblob(8))); END;
+CREATE INDEX part_project ON part (project);
+{TRIGGERS}
 PRAGMA application_id = {APPLICATION_ID};
-PRAGMA user_version = {LAYOUT};
-COMMIT;
+"""
+LAYOUT_2 = f"""
+ALTER TABLE account ADD COLUMN created INTEGER NOT NULL DEFAULT 0;
+UPDATE account
+SET created = (SELECT coalesce(max(seq), 0) FROM project WHERE account = account.name);
+DROP TRIGGER project_insert;
+DROP TRIGGER project_update;
+DROP TRIGGER project_delete;
+{KEYS}
+{TRIGGERS}
 """
 
-ETAG = "CAST(version AS TEXT)"
+ETAG = "version || '-' || updated_at"
 DOCUMENT = """json_object(
     'id', id, 'name', name, 'created_at', created_at, 'updated_at', updated_at,
     'version', version, 'postal_code', postal_code, 'location', json(location))"""
 PROJECT = f"id, {ETAG}, CAST({DOCUMENT} AS BLOB)"
 EXPECTED = f"""id = :id AND account = :account
-    AND (:etags IS NULL OR {ETAG} IN (SELECT value FROM json_each(:etags)))"""
-# json_group_array keeps the order of the rows of its subquery.
-ROWS = "SELECT * FROM project WHERE account = :account ORDER BY seq"
-UNKNOWN_LIST = """SELECT etag, CASE WHEN etag IN (SELECT value FROM json_each(:known))
-        THEN NULL ELSE CAST(({}) AS BLOB) END
-    FROM {}"""
+    AND (:expected IS NULL OR {ETAG} IN (SELECT value FROM json_each(:expected)))
+    AND {ETAG} NOT IN (SELECT value FROM json_each(:refused))"""
+IS_KNOWN = "etag IN (SELECT value FROM json_each(:known))"
 
 
 class SQLite(Engine):
@@ -349,26 +451,31 @@ class SQLite(Engine):
     writers queue: for a lock in their process, then for an flock on the file `-lock`.
     """
 
+    TABLES = TABLES
+    UPGRADES = (LAYOUT_2,)
+    BEGIN = "BEGIN IMMEDIATE"
     GET = f"SELECT {PROJECT} FROM project WHERE id = :id AND account = :account"
     CREATE = f"""INSERT INTO project
             (id, account, seq, created_at, updated_at, {", ".join(COLUMNS)})
-        SELECT :id, :account, coalesce(max(seq), 0) + 1, :now, :now,
-            :{", :".join(COLUMNS)}
-        FROM project WHERE account = :account
-        ON CONFLICT (id) DO NOTHING RETURNING {PROJECT}"""
+        SELECT :id, :account,
+            coalesce((SELECT created FROM account WHERE name = :account), 0) + 1,
+            :now, :now, :{", :".join(COLUMNS)}
+        RETURNING {PROJECT}"""
     UPDATE = f"""UPDATE project
         SET :changes version = version + 1, updated_at = max(updated_at, :now)
         WHERE {EXPECTED} RETURNING {PROJECT}"""
     DELETE = f"DELETE FROM project WHERE {EXPECTED} RETURNING id"
-    LIST = UNKNOWN_LIST.format(
-        f"SELECT json_group_array({DOCUMENT}) FROM ({ROWS})", LIST_ETAG
-    )
-    PAGE = UNKNOWN_LIST.format(
-        f"""SELECT json_object('projectList', json_group_array({DOCUMENT}),
-            'page', :page, 'size', :size,
-            'total', (SELECT count(*) FROM project WHERE account = :account))
-        FROM ({ROWS} LIMIT :size OFFSET :page * :size)""",
-        LIST_ETAG,
+    LIST = f"""SELECT etag, CASE WHEN NOT {IS_KNOWN} THEN CAST((
+            -- json_group_array keeps the order of the rows of its subquery.
+            SELECT json_group_array({DOCUMENT}) FROM (
+                SELECT * FROM project WHERE account = :account ORDER BY seq))
+            AS BLOB) END, NULL
+        FROM {LIST_ETAG}"""
+    PAGE = PAGES.format(
+        is_known=IS_KNOWN,
+        document=f"""CAST(json_object('projectList', json_group_array({DOCUMENT}),
+            'page', :page, 'size', :size, 'total', {TOTAL}) AS BLOB)""",
+        columns="*",
     )
 
     def __init__(self, path: str) -> None:
@@ -388,6 +495,7 @@ class SQLite(Engine):
                 self._uri = f"{Path(self._path).as_uri()}?mode=rw"
                 with suppress(FileExistsError):
                     os.close(os.open(self._path, os.O_CREAT | os.O_EXCL, mode=0o600))
+                self._identity = file_identity(self._path)
             else:
                 self._uri = f"file:/{secrets.token_hex(8)}?vfs=memdb"
                 # The database lasts as long as one connection to it.
@@ -399,29 +507,37 @@ class SQLite(Engine):
 
     def write(self, sql: str, values: Values) -> list[Any]:
         """Like run, in turn with the writers of all threads and processes."""
-        try:
-            with self._turn():
-                rows = super().write(sql, values)
-        except Unavailable:
-            self._patience = SHORT_PATIENCE
-            raise
-        self._patience = PATIENCE
-        return rows
+        with self._turn():
+            return super().write(sql, values)
 
-    def take(self, idle: list[Any]) -> sqlite3.Connection:
-        return pop(idle) or self._connect()
+    @contextmanager
+    def transaction(self) -> Iterator[Callable[[str, Values], list[Any]]]:
+        with self._turn(), super().transaction() as execute:
+            yield execute
+
+    def take(self, idle: list[Any]) -> "Connection":
+        while connection := pop(idle):
+            if connection.patience == self._patience:
+                return connection  # type: ignore[no-any-return]
+            connection.close()
+        return self._connect()
 
     def execute(
         self, connection: sqlite3.Connection, sql: str, values: Values
     ) -> list[Any]:
+        self._check_file(Unavailable)
         return connection.execute(sql, values).fetchall()  # only then it commits
 
     def raise_outage(self, error: BaseException, writes: bool) -> None:
         if isinstance(error, OSError):
             place = error.filename or self._path
             raise Unavailable(f"{error.strerror}: {place}") from error
-        if OUTAGE.match(getattr(error, "sqlite_errorname", "")):
-            raise Unavailable(f"{error}: {self._path}") from error
+        name = getattr(error, "sqlite_errorname", "")
+        if OUTAGE.match(name):
+            # A commit that could not be synced may yet be found after a crash.
+            unknown = writes and name.startswith("SQLITE_IOERR")
+            raised = OutcomeUnknown if unknown else Unavailable
+            raise raised(f"{error}: {self._path}") from error
 
     def close(self) -> None:
         """Close the connections that are idle, and with them a database in memory."""
@@ -433,33 +549,36 @@ class SQLite(Engine):
     def _turn(self) -> Iterator[None]:
         deadline = time.monotonic() + self._patience
         writer = self._writer[os.getpid()]
-        if not writer.acquire(timeout=self._patience):
-            raise Unavailable(f"other writers take too long: {self._path}")
         with ExitStack() as turn:
-            turn.callback(writer.release)
-            if self._queue:
-                # Opened anew: an flock belongs to the open file, whoever shares that.
-                try:
-                    queue = os.open(self._queue, os.O_CREAT, mode=0o600)
-                except OSError as error:
-                    self.raise_outage(error, writes=True)
-                turn.callback(os.close, queue)
-                while not try_lock(queue):
-                    if time.monotonic() > deadline:
-                        raise Unavailable(f"still locked: {self._queue}")
-                    time.sleep(POLL_INTERVAL)
-                # Not by the close alone: a process forked meanwhile keeps the file open.
-                turn.callback(fcntl.flock, queue, fcntl.LOCK_UN)
-            yield
+            try:
+                if not writer.acquire(timeout=self._patience):
+                    raise Unavailable(f"other writers take too long: {self._path}")
+                turn.callback(writer.release)
+                if self._queue:
+                    turn.enter_context(locked(self._queue, deadline))
+                yield
+                self._check_file(OutcomeUnknown)
+            except Unavailable:
+                self._patience = SHORT_PATIENCE
+                raise
+            self._patience = PATIENCE
 
-    def _connect(self) -> sqlite3.Connection:
+    def _check_file(self, error: type[Unavailable]) -> None:
+        """A file that was removed or replaced takes writes that nobody would find."""
+        if self._queue and file_identity(self._path) != self._identity:
+            reason = "the file was removed or replaced; restart the service to use"
+            raise error(f"{reason} {self._path}")
+
+    def _connect(self) -> "Connection":
         connection = sqlite3.connect(
             self._uri,
             uri=True,
-            timeout=PATIENCE,
+            timeout=self._patience,
             isolation_level=None,  # each statement is a transaction
             check_same_thread=False,  # any thread takes a connection that is idle
+            factory=Connection,
         )
+        connection.patience = self._patience
         try:
             connection.execute("PRAGMA foreign_keys = ON")  # off by default
             connection.execute("PRAGMA synchronous = FULL")  # NORMAL may lose commits
@@ -469,22 +588,63 @@ class SQLite(Engine):
         return connection
 
     def _prepare(self) -> None:
-        """Create the tables in an empty database; leave alone one that is not ours.
+        """Create the tables or bring them up to date; leave alone what is not ours.
 
         Closes its connection, since none may be carried across a server's fork.
         """
         with closing(self._connect()) as connection:
-            [(application, layout, tables)] = connection.execute(
-                """SELECT application_id, user_version, (SELECT count(*) FROM sqlite_schema)
-                FROM pragma_application_id, pragma_user_version"""
-            ).fetchall()
-            if tables and (application, layout) != (APPLICATION_ID, LAYOUT):
-                raise Unavailable(f"{FOREIGN}: {self._path}")
-            [(mode,)] = connection.execute("PRAGMA journal_mode").fetchall()
-            if mode != "wal" or not tables:
-                with self._turn():
+            if self._missing(connection):
+                with self._turn():  # in which another process may have been first
                     connection.execute("PRAGMA journal_mode = WAL")
-                    connection.executescript(TABLES)
+                    connection.executescript(
+                        f"""BEGIN IMMEDIATE; {"".join(self._missing(connection))}
+                        PRAGMA user_version = {LAYOUT}; COMMIT;"""
+                    )
+
+    def _missing(self, connection: "Connection") -> list[str]:
+        """The steps to the present layout; an empty one if only WAL is missing."""
+        [(application, layout, tables)] = connection.execute(
+            """SELECT application_id, user_version, (SELECT count(*) FROM sqlite_schema)
+            FROM pragma_application_id, pragma_user_version"""
+        ).fetchall()
+        [(mode,)] = connection.execute("PRAGMA journal_mode").fetchall()
+        steps = self.upgrades(layout if application == APPLICATION_ID else None, tables)
+        return [*steps, *[""] * (mode == "delete")]
+
+
+class Connection(sqlite3.Connection):
+    patience: float  # seconds that it waits for SQLite's locks
+
+
+def file_identity(path: str) -> tuple[int, int] | None:
+    """The device and the inode; None if there is no file."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+@contextmanager
+def locked(path: str, deadline: float) -> Iterator[None]:
+    """Hold an flock on the file, if it can be had in time. Raises Unavailable."""
+    try:
+        # Opened anew: an flock belongs to the open file, whoever shares that.
+        file = os.open(path, os.O_CREAT, mode=0o600)
+    except OSError as error:
+        raise Unavailable(f"{error.strerror}: {path}") from error
+    try:
+        while not try_lock(file):
+            if time.monotonic() > deadline:
+                raise Unavailable(f"still locked: {path}")
+            time.sleep(POLL_INTERVAL)
+        try:
+            yield
+        finally:
+            # Not by the close alone: a process forked meanwhile keeps the file open.
+            fcntl.flock(file, fcntl.LOCK_UN)
+    finally:
+        os.close(file)
 
 
 def try_lock(file: int) -> bool:

@@ -14,12 +14,16 @@ except ImportError:
 
 FILE = Path(__file__).parent.parent / "openapi.json"
 API = json.loads(FILE.read_text())
-HEADERS = {"Allow", *API["components"]["headers"]}
+HEADERS = {"Allow", "Link", *API["components"]["headers"]} - {"NoStore"}
 HELLO = "/api/v1/hello-service"
 PROBLEM = API["components"]["responses"]["NotFound"]
-ALLOW = {"headers": {"Allow": {"schema": {"type": "string"}}}}
+ALLOW = {"Allow": {"required": True, "schema": {"type": "string"}}}
 # What answers where no operation does.
-ELSEWHERE = {404: PROBLEM, 405: PROBLEM | ALLOW, 500: PROBLEM}
+ELSEWHERE = {
+    404: PROBLEM,
+    405: PROBLEM | {"headers": PROBLEM["headers"] | ALLOW},
+    500: PROBLEM,
+}
 
 
 def resolve(item):
@@ -48,10 +52,11 @@ def check_response(method, path, status, headers, content):
         response = resolve(operation["responses"][str(status)])
     else:
         response = ELSEWHERE[status]
-    expected = response.get("headers", {})
-    assert HEADERS & set(headers.keys()) == set(expected)
-    for name, header in expected.items():
-        check_text(headers[name], resolve(header)["schema"])
+    described = {n: resolve(h) for n, h in response.get("headers", {}).items()}
+    required = {name for name, header in described.items() if header.get("required")}
+    assert required <= HEADERS & set(headers.keys()) <= set(described)
+    for name in described.keys() & headers.keys():
+        check_text(headers[name], described[name]["schema"])
     if method != "HEAD" and "content" in response:
         [(media_type, media)] = response["content"].items()
         assert headers["Content-Type"] == media_type

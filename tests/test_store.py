@@ -7,22 +7,38 @@ import os
 import random
 import sqlite3
 import struct
+import sys
 import threading
 import time
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 
 import pytest
 from conftest import on_sqlite
-from running import LIMIT, POINT, at_once
+from running import LIMIT, POINT, at_once, needs, run
 
 import store as module
-from store import NotFound, Page, SQLite, Stale, Store, Unavailable
+from store import (
+    KeyReused,
+    KeySpent,
+    NotFound,
+    OutcomeUnknown,
+    Page,
+    SQLite,
+    Stale,
+    Store,
+    Unavailable,
+)
 
 MEMBERS = ["id", "name", "created_at", "updated_at", "version", "postal_code"]
 
 
 def read(row):
     return json.loads(row.document)
+
+
+def etag(project):
+    """Made of two members of the document."""
+    return f"{project['version']}-{project['updated_at']}"
 
 
 def listed(store, account="ann"):
@@ -75,7 +91,7 @@ def test_created_project_holds_its_seven_members_in_order(store):
     assert (created["name"], created["postal_code"]) == ("Park", None)
     assert (created["location"], created["version"]) == (POINT, 1)
     assert created["created_at"] == created["updated_at"]
-    assert (created["id"], project.etag) == (project.id, "1")
+    assert (created["id"], project.etag) == (project.id, etag(created))
     assert len(project.id) == 24 and set(project.id) <= set("0123456789abcdef")
 
 
@@ -178,13 +194,14 @@ def test_project_of_another_account_or_id_is_not_found(store, account, id):
     with pytest.raises(NotFound):
         store.update_project(account, id, {"name": "Mine"}, None)
     with pytest.raises(NotFound):
-        store.delete_project(account, id, ["1"])
+        store.delete_project(account, id, [created.etag])
     assert store.get_project("ann", created.id) == created
 
 
 def test_id_in_upper_case_is_not_found(store):
-    id = store.create_project("ann", {}, key="so the id holds letters").id
-    assert id != id.upper()
+    id = "0"
+    while id == id.upper():
+        id = store.create_project("ann", {}).id
     with pytest.raises(NotFound):
         store.get_project("ann", id.upper())
     with pytest.raises(NotFound):
@@ -212,7 +229,7 @@ def test_location_can_be_cleared(store):
 
 def test_update_of_nothing_is_an_update(store):
     id = store.create_project("ann", {}).id
-    assert store.update_project("ann", id, {}, None).etag == "2"
+    assert read(store.update_project("ann", id, {}))["version"] == 2
 
 
 def test_updated_at_follows_the_clock_but_never_back(open_store):
@@ -227,22 +244,45 @@ def test_updated_at_follows_the_clock_but_never_back(open_store):
     assert seen == [1_000_000, 2_000_000, 2_000_000]
 
 
-@pytest.mark.parametrize("etags", [["2"], [], ["01"], ["1 "], ["x", "0"], ["%", ""]])
-def test_unexpected_version_changes_nothing(store, etags):
-    created = store.create_project("ann", {"name": "Park"})
+@pytest.mark.parametrize("etags", [["1"], [], ["0{}"], ["{} "], ["x", "0"], ["%", ""]])
+def test_unexpected_etag_changes_nothing(store, park, etags):
+    etags = [each.format(park.etag) for each in etags]
     with pytest.raises(Stale):
-        store.update_project("ann", created.id, {"name": "Wood"}, etags)
+        store.update_project("ann", park.id, {"name": "Wood"}, etags)
     with pytest.raises(Stale):
-        store.delete_project("ann", created.id, etags)
-    assert store.get_project("ann", created.id) == created
+        store.delete_project("ann", park.id, etags)
+    assert store.get_project("ann", park.id) == park
 
 
-def test_one_of_the_expected_versions_is_enough(store):
-    id = store.create_project("ann", {}).id
-    assert store.update_project("ann", id, {}, ["7", "1"]).etag == "2"
-    store.delete_project("ann", id, ["2"])
+def test_one_of_the_expected_etags_is_enough(store, park):
+    changed = store.update_project("ann", park.id, {}, ["7", park.etag])
+    store.delete_project("ann", park.id, [changed.etag, "x"])
     with pytest.raises(NotFound):
-        store.get_project("ann", id)
+        store.get_project("ann", park.id)
+
+
+@pytest.mark.parametrize("expected", [None, ["{}"]])
+def test_refused_etag_changes_nothing(store, park, expected):
+    expected = expected and [each.format(park.etag) for each in expected]
+    refused = ["x", park.etag]
+    with pytest.raises(Stale):
+        store.update_project("ann", park.id, {"name": "Wood"}, expected, refused)
+    with pytest.raises(Stale):
+        store.delete_project("ann", park.id, expected, refused)
+    assert store.get_project("ann", park.id) == park
+    store.update_project("ann", park.id, {}, expected, ["x", "1"])
+    with pytest.raises(NotFound):
+        store.delete_project("ann", "0" * 24, None, refused)
+
+
+def test_etag_does_not_return_after_a_restored_backup(open_store, raw):
+    times = [1000.0]
+    store = open_store(clock=lambda: times[0])
+    id = store.create_project("ann", {"name": "Park"}).id
+    seen = store.update_project("ann", id, {"name": "Wood"})
+    raw.execute("UPDATE project SET version = 1, name = 'Park'")
+    times[0] += 0.001
+    assert store.update_project("ann", id, {"name": "Lake"}).etag != seen.etag
 
 
 def test_delete_takes_along_what_belongs_to_the_project(store, raw):
@@ -259,7 +299,14 @@ def test_delete_takes_along_what_belongs_to_the_project(store, raw):
         ("SELECT id FROM part WHERE project = ''", "part_project"),
         ("SELECT account FROM token WHERE digest = ''", "token"),
         ("SELECT name FROM project WHERE id = ''", "project"),
-        ("SELECT * FROM project WHERE account = '' ORDER BY seq", "project"),
+        (
+            "SELECT * FROM project WHERE account = '' AND seq > 5 ORDER BY seq",
+            "project",
+        ),
+        (
+            "SELECT * FROM idempotency_key WHERE account = '' AND key = ''",
+            "idempotency_key",
+        ),
     ],
 )
 def test_rows_are_found_and_ordered_by_an_index(store, raw, select, index):
@@ -280,11 +327,29 @@ def test_key_of_the_table_is_the_order_of_a_list(store, raw):
 def test_same_key_makes_one_project(store):
     first = store.create_project("ann", {"name": "Park"}, key="k")
     before = etags(store)
-    assert store.create_project("ann", {"name": "Wood"}, key="k") == first
+    again = {"postal_code": None, "name": "Park"}
+    assert store.create_project("ann", again, key="k") == first
     assert etags(store) == before
     changed = store.update_project("ann", first.id, {"name": "Lake"}, None)
-    assert store.create_project("ann", {}, key="k") == changed
+    assert store.create_project("ann", again, key="k") == changed
     assert len(listed(store)) == 1
+
+
+@pytest.mark.parametrize("members", [{}, {"name": "Wood"}, {"location": POINT}])
+def test_key_with_other_members_is_refused(store, members):
+    first = store.create_project("ann", {"name": "Park"}, key="k")
+    with pytest.raises(KeyReused):
+        store.create_project("ann", members, key="k")
+    assert listed(store) == [read(first)]
+
+
+def test_key_and_its_members_are_kept_as_a_digest(store, raw):
+    store.create_project("ann", {"name": "Sesame"}, key="k")
+    [row] = raw.execute("SELECT account, key, digest FROM idempotency_key").fetchall()
+    assert row[:2] == ("ann", "k")
+    assert len(row[2]) == 32
+    store.create_project("ann", {})
+    assert raw.execute("SELECT count(*) FROM idempotency_key").fetchall() == [(1,)]
 
 
 def test_other_keys_accounts_and_none_make_other_projects(store):
@@ -299,25 +364,47 @@ def test_other_keys_accounts_and_none_make_other_projects(store):
     assert all(len(id) == 24 and set(id) <= set("0123456789abcdef") for id in ids)
 
 
-def test_key_of_a_deleted_project_makes_a_new_one_with_its_id(store):
+def test_key_of_a_deleted_project_is_spent(store):
     id = store.create_project("ann", {"name": "Park"}, key="k").id
-    store.update_project("ann", id, {}, None)
-    store.delete_project("ann", id, None)
-    again = store.create_project("ann", {"name": "Wood"}, key="k")
-    assert (again.id, again.etag, read(again)["name"]) == (id, "1", "Wood")
+    store.delete_project("ann", id)
+    for members in ({"name": "Park"}, {"name": "Wood"}):
+        with pytest.raises(KeySpent):
+            store.create_project("ann", members, key="k")
+    assert listed(store) == []
+    store.create_project("bob", {}, key="k")
+
+
+@on_sqlite
+def test_create_that_meets_the_deletion_of_its_project_finds_its_key_spent(store, raw):
+    store.create_project("ann", {}, key="k")
+    raw.execute("""CREATE TRIGGER meanwhile BEFORE INSERT ON idempotency_key
+        BEGIN DELETE FROM project; END""")
+    with pytest.raises(KeySpent):
+        store.create_project("ann", {}, key="k")
+
+
+def test_failed_create_leaves_its_key_free(store, raw):
+    """The key is claimed in the same transaction."""
+    raw.execute("ALTER TABLE project RENAME TO away")
+    with pytest.raises(Exception, match="project"):
+        store.create_project("ann", {}, key="k")
+    raw.execute("ALTER TABLE away RENAME TO project")
+    store.close()  # PostgreSQL's prepared statements
+    store.create_project("ann", {}, key="k")
+    assert len(listed(store)) == 1
 
 
 def test_same_key_at_once_makes_one_project(store, park, lock, raw):
     results = []
 
     def create(number):
-        return store.create_project("ann", {"name": str(number)}, key="k")
+        return store.create_project("ann", {"name": "Lake"}, key="k")
 
     lock()  # until all have begun
     assert_waits(
-        lambda: results.extend(at_once(create)), lambda: raw.execute("ROLLBACK")
+        lambda: results.extend(at_once(create, 16)), lambda: raw.execute("ROLLBACK")
     )
-    assert results == [results[0]] * 8
+    assert results == [results[0]] * 16
     assert listed(store) == [read(park), read(results[0])]
 
 
@@ -547,25 +634,35 @@ def test_member_without_a_column_is_a_defect(store, park):
 
 def test_threads_lose_no_update(store):
     id = store.create_project("ann", {}).id
-    updated = at_once(lambda _: store.update_project("ann", id, {}, None).etag, 16)
-    assert sorted(map(int, updated)) == list(range(2, 18))
+    updated = at_once(lambda _: store.update_project("ann", id, {}), 16)
+    versions = sorted(read(project)["version"] for project in updated)
+    assert versions == list(range(2, 18))
 
 
 def test_one_of_many_conditional_updates_wins(store):
-    id = store.create_project("ann", {}).id
+    park = store.create_project("ann", {})
 
     def update(_):
-        return store.update_project("ann", id, {}, ["1"]).etag
+        return read(store.update_project("ann", park.id, {}, [park.etag]))["version"]
 
     results = at_once(update, 16, errors=Stale)
-    assert results.count("2") == 1
+    assert results.count(2) == 1
     assert sum(isinstance(result, Stale) for result in results) == 15
 
 
 def test_stores_may_open_at_once_on_an_empty_database(open_store):
-    created = at_once(lambda _: open_store().create_project("ann", {}).etag, 12)
-    assert created == ["1"] * 12
+    created = at_once(lambda _: read(open_store().create_project("ann", {})), 12)
+    assert [project["version"] for project in created] == [1] * 12
     assert len(listed(open_store())) == 12
+
+
+def is_locked(file):
+    with open(file) as queue:
+        try:
+            fcntl.flock(queue, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 @contextmanager
@@ -613,51 +710,6 @@ def test_writer_waits_for_a_short_foreign_lock(store, park, lock, raw):
         lambda: store.create_project("ann", {}), lambda: raw.execute("ROLLBACK")
     )
     assert len(listed(store)) == 2
-
-
-def has_another_layout(raw):
-    if is_sqlite(raw):
-        raw.execute("PRAGMA user_version = 2")
-    else:
-        comment = "Gardening Project Service, layout 2"
-        raw.execute(f"COMMENT ON TABLE project IS '{comment}'")
-
-
-def is_marked_by_another_program(raw):
-    if is_sqlite(raw):
-        raw.execute("PRAGMA application_id = 1")
-    else:
-        raw.execute("COMMENT ON TABLE project IS 'layout 1'")
-
-
-@pytest.mark.parametrize("mark", [has_another_layout, is_marked_by_another_program])
-def test_database_of_another_program_or_release_is_refused(open_store, raw, mark):
-    open_store()
-    mark(raw)
-    with pytest.raises(Unavailable, match="made by another program or a newer release"):
-        open_store()
-
-
-def test_database_with_foreign_tables_is_left_alone(open_store, raw):
-    raw.execute("CREATE TABLE theirs (id int)")
-    if is_sqlite(raw):
-        raw.execute("PRAGMA user_version = 1")  # that of many a program
-        count = "SELECT count(*) FROM sqlite_schema"
-    else:
-        count = "SELECT count(*) FROM pg_tables WHERE schemaname = 'public'"
-    with pytest.raises(Unavailable, match="made by another program or a newer release"):
-        open_store()
-    assert raw.execute(count).fetchall() == [(1,)]
-
-
-def test_layout_is_marked_in_the_database(store, raw):
-    if is_sqlite(raw):
-        assert raw.execute("PRAGMA application_id").fetchall() == [(0x67617264,)]
-        assert raw.execute("PRAGMA user_version").fetchall() == [(1,)]
-    else:
-        mark = "SELECT obj_description('project'::regclass, 'pg_class')"
-        layout = "Gardening Project Service, layout 1"
-        assert raw.execute(mark).fetchall() == [(layout,)]
 
 
 @on_sqlite
@@ -733,6 +785,47 @@ def test_stuck_queue_is_waited_for_once_and_then_looked_at(store, park, path):
 
 
 @on_sqlite
+def test_foreign_lock_is_waited_for_once_and_then_looked_at(store, park, lock, raw):
+    def create(_=None):
+        started = time.monotonic()
+        with pytest.raises(Unavailable, match="database is locked"):
+            store.create_project("ann", {})
+        return time.monotonic() - started
+
+    lock()
+    assert module.PATIENCE <= create() < 2 * module.PATIENCE
+    assert max(create() for _ in range(3)) < 1
+    assert store.get_project("ann", park.id) == park
+    raw.execute("ROLLBACK")
+    store.create_project("ann", {})
+    lock()  # that success gave the patience back
+    assert_waits(
+        lambda: store.create_project("ann", {}), lambda: raw.execute("ROLLBACK")
+    )
+
+
+WRITE_WITHOUT_SYNC = """
+import sys
+from store import SQLite, Store
+try:
+    Store(SQLite(sys.argv[1])).create_project("ann", {"name": "in doubt"})
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+@on_sqlite
+@needs("strace")
+def test_write_that_the_disk_failed_to_sync_is_in_doubt(store, park, path):
+    """After a crash, SQLite may find it in the WAL."""
+    fault = "inject=fdatasync,fsync:error=EIO"
+    command = ["strace", "-f", "-qq", "-o", os.devnull, "-e", fault]
+    script = [sys.executable, "-c", WRITE_WITHOUT_SYNC, path]
+    ended = run(*command, *script)
+    assert ended.stdout == f"OutcomeUnknown disk I/O error: {path}\n"
+
+
+@on_sqlite
 def test_folder_in_the_place_of_the_queue_stops_writers(store, park, path):
     os.rename(f"{path}-lock", f"{path}-away")
     os.mkdir(f"{path}-lock")
@@ -777,15 +870,56 @@ def test_impossible_path_is_refused(path, reason):
         Store(SQLite(path))
 
 
+RESTART = "the file was removed or replaced; restart the service to use {}$"
+
+
 @on_sqlite
-def test_lost_file_is_unavailable_and_not_replaced(store, park, path):
-    store.close()
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_lost_file_is_unavailable_and_not_replaced(store, park, path, is_idle):
+    if not is_idle:
+        store.close()
     os.rename(path, f"{path}-away")
-    with pytest.raises(Unavailable, match=f"^unable to open database file: {path}$"):
-        store.get_project("ann", park.id)
+    for use in (lambda: store.get_project("ann", park.id), lambda: store.list_tokens()):
+        with pytest.raises(Unavailable):
+            use()
+    with pytest.raises(Unavailable):
+        store.create_project("ann", {})
     assert not os.path.exists(path)
     os.rename(f"{path}-away", path)
-    assert store.get_project("ann", park.id) == park
+    assert listed(store) == [read(park)]
+
+
+@on_sqlite
+def test_replaced_file_is_not_used_until_a_restart(store, open_store, park, path, raw):
+    copy = f"{path}-copy"
+    raw.execute("VACUUM INTO ?", [copy])
+    os.rename(copy, path)
+    for use in (store.list_tokens, lambda: store.update_project("ann", park.id, {})):
+        with pytest.raises(Unavailable, match=RESTART.format(path)) as failure:
+            use()
+        assert type(failure.value) is Unavailable
+    for suffix in ("-wal", "-shm"):
+        with suppress(FileNotFoundError):
+            os.remove(path + suffix)  # they belong to the old file
+    assert listed(open_store()) == [read(park)]
+
+
+@on_sqlite
+def test_write_that_met_the_removal_of_its_file_is_in_doubt(store, park, path, raw):
+    raw.execute("BEGIN IMMEDIATE")
+
+    def create(_):
+        with pytest.raises(OutcomeUnknown, match=RESTART.format(path)):
+            store.create_project("ann", {})
+
+    thread = threading.Thread(target=at_once, args=(create, 1))
+    thread.start()
+    while not is_locked(f"{path}-lock"):
+        assert thread.is_alive()
+    time.sleep(0.1)  # now it waits for SQLite's lock, or fails
+    os.remove(path)
+    raw.execute("ROLLBACK")
+    thread.join(LIMIT)
 
 
 @on_sqlite
