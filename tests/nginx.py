@@ -1,0 +1,151 @@
+"""A real nginx with the files of deploy/, for whatever a test puts behind it."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from http.client import HTTPMessage
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from running import LIMIT, ROOT, blocks, run
+
+PROGRAM = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
+HOST = "gardening.example.org"
+TITLES = {  # of RFC 9110 and RFC 6585; those of Python differ from version to version
+    400: "Bad Request",
+    401: "Unauthorized",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    412: "Precondition Failed",
+    413: "Content Too Large",
+    414: "URI Too Long",
+    415: "Unsupported Media Type",
+    429: "Too Many Requests",
+    431: "Request Header Fields Too Large",
+    500: "Internal Server Error",
+    501: "Not Implemented",
+    502: "Bad Gateway",
+    503: "Service Unavailable",
+    504: "Gateway Timeout",
+    505: "HTTP Version Not Supported",
+}
+FRAME = """
+daemon off; error_log stderr crit; pid {folder}/pid; {user}
+events {{}}
+http {{
+    client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
+    fastcgi_temp_path {folder}/f; uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;
+    {configuration}
+}}
+"""
+Response = tuple[int, HTTPMessage, bytes]
+
+needs_nginx = pytest.mark.skipif(
+    not (PROGRAM and shutil.which("openssl")),
+    reason="nginx or openssl is not installed",
+)
+
+
+def replaced(text: str, changes: dict[str, str]) -> str:
+    for old, new in changes.items():
+        assert old in text, old
+        text = text.replace(old, new)
+    return text
+
+
+class Proxy(NamedTuple):
+    """The ports of a running nginx; those of IPv6 are 0 where the machine has none."""
+
+    plain_port: int
+    plain_port_of_ipv6: int
+    port: int  # of https
+    port_of_ipv6: int
+
+
+@contextmanager
+def proxy(
+    folder: Path,
+    upstream: int,
+    changes: dict[str, str] | None = None,
+    origin: str | None = None,
+) -> Iterator[Proxy]:
+    """nginx with deploy/nginx.conf, a prefix, and an origin if one is named.
+
+    It stands in front of the port `upstream`, and writes its log to `folder`/access.log.
+    """
+    deploy, snippets = ROOT / "deploy", folder / "snippets"
+    snippets.mkdir()
+    shutil.copy(deploy / "nginx-prefix.conf", snippets / "gardening-prefix.conf")
+    if origin:
+        cors = (deploy / "nginx-cors.conf").read_text()
+        cors = replaced(cors, {"https://app.example.org": origin})
+        (snippets / "gardening-cors.conf").write_text(cors)
+    places = {
+        "/etc/ssl/certs/gardening.pem": f"{folder}/certificate.pem",
+        "/etc/ssl/private/gardening.key": f"{folder}/key.pem",
+    }
+    [certify] = [
+        block for block in blocks("docs/operations.md", "nginx") if "openssl" in block
+    ]
+    run("sh", "-c", replaced(certify, places))
+    configuration = replaced(
+        (deploy / "nginx.conf").read_text(),
+        places
+        | {
+            "/etc/nginx/snippets/": f"{snippets}/",
+            "/var/log/nginx/gardening.log": f"{folder}/access.log",
+            "127.0.0.1:8000": f"127.0.0.1:{upstream}",
+            "rate=50r/s": "rate=100000r/s",
+        }
+        | (changes or {}),
+    )
+    with ExitStack() as listeners:
+        ports, descriptors = [], []
+
+        def listen(found: re.Match[str]) -> str:
+            """The line for a port that is already bound."""
+            host, family = "127.0.0.1", socket.AF_INET
+            if found[1]:
+                host, family = "::1", socket.AF_INET6
+            try:
+                listener = socket.create_server((host, 0), family=family)
+            except OSError:
+                ports.append(0)
+                return ""
+            listeners.enter_context(listener)
+            ports.append(listener.getsockname()[1])
+            descriptors.append(listener.fileno())
+            address = found[1] and "[::1]:" or "127.0.0.1:"
+            return f"listen {address}{ports[-1]}{found[2]};"
+
+        configuration = re.sub(r"\blisten (\[::\]:)?\d+(.*?);", listen, configuration)
+        user = "user root;" if os.getuid() == 0 else ""
+        framed = FRAME.format(folder=folder, user=user, configuration=configuration)
+        (folder / "nginx.conf").write_text(framed)
+        process = subprocess.Popen(
+            [PROGRAM, "-p", folder, "-e", "stderr", "-c", folder / "nginx.conf"],
+            env={"NGINX": "".join(f"{number};" for number in descriptors)},
+            pass_fds=descriptors,
+        )
+    try:
+        yield Proxy(*ports)
+    finally:
+        process.terminate()
+        process.wait(LIMIT)
+
+
+def assert_problem(response: Response, status: int) -> None:
+    """The response is a problem document with nothing of its own, and is not stored."""
+    found, headers, content = response
+    assert (found, headers["Content-Type"]) == (status, "application/problem+json")
+    assert headers.get_all("Cache-Control") == ["no-store"]
+    problem = json.loads(content)
+    assert problem["type"] == "about:blank"
+    assert (problem["status"], problem["title"]) == (status, TITLES[status])
+    assert set(problem) == {"type", "title", "status", "detail"}
