@@ -1,4 +1,4 @@
-"""Web pages of other origins, in a browser, behind nginx with the lines for them."""
+"""Web pages of other origins, in a browser, behind nginx with deploy/nginx-cors.conf."""
 
 import json
 import threading
@@ -7,19 +7,20 @@ from http.client import HTTPMessage
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-import test_proxy
-from running import PROJECTS
-from test_proxy import Answer, Client, assert_problem, proxy
+from nginx import Response, assert_problem, needs_nginx, proxy
+from running import PROJECTS, TLSClient
 
 ALLOWED = {"Authorization", "Content-Type", "If-Match", "If-None-Match"}
 ALLOWED |= {"Idempotency-Key"}
-EXPOSED = {"ETag", "Location", "Retry-After"}
-ANSWER = """async ([url, method, headers, body]) => {
-    const answer = await fetch(url, {method, headers, body, cache: "no-store"});
-    return [answer.status, Object.fromEntries(answer.headers), await answer.text()];
+EXPOSED = {"ETag", "Link", "Location", "Retry-After"}
+CALL = """async ([url, method, headers, body]) => {
+    const response = await fetch(url, {method, headers, body, cache: "no-store"});
+    return [
+        response.status, Object.fromEntries(response.headers), await response.text()
+    ];
 }"""
 
-pytestmark = test_proxy.pytestmark
+pytestmark = needs_nginx
 
 
 class EmptyPage(BaseHTTPRequestHandler):
@@ -54,7 +55,7 @@ def nginx(gardening, tmp_path, origins):
 
 @pytest.fixture
 def client(nginx, gardening):
-    with Client(nginx.port, gardening.token) as client:
+    with TLSClient(nginx.port, gardening.token) as client:
         yield client
 
 
@@ -68,9 +69,7 @@ def visit(page, nginx, gardening):
         def call(method, path, body=None, **headers):
             headers = {name.replace("_", "-"): text for name, text in headers.items()}
             url = f"https://127.0.0.1:{nginx.port}{path}"
-            return page.evaluate(
-                ANSWER, [url, method, gardening.headers | headers, body]
-            )
+            return page.evaluate(CALL, [url, method, gardening.headers | headers, body])
 
         return call
 
@@ -83,15 +82,15 @@ def test_page_of_a_named_origin_may_use_the_api(visit, origins, prefix):
     status, headers, content = call(
         "POST", prefix + PROJECTS, "{}", **kind, Idempotency_Key="one"
     )
-    url = headers["location"]
-    assert (status, headers["etag"]) == (201, '"1"')
+    url, etag = headers["location"], headers["etag"]
+    assert status == 201
     assert url == f"{prefix}{PROJECTS}/{json.loads(content)['id']}"
-    assert call("GET", url, If_None_Match='"1"')[0] == 304
-    assert call("PUT", url, '{"name": "x"}', **kind, If_Match='"1"')[0] == 200
-    status, _, content = call("PUT", url, "{}", **kind, If_Match='"1"')
+    assert call("GET", url, If_None_Match=etag)[0] == 304
+    assert call("PUT", url, '{"name": "x"}', **kind, If_Match=etag)[0] == 200
+    status, _, content = call("PUT", url, "{}", **kind, If_Match=etag)
     assert (status, json.loads(content)["status"]) == (412, 412)
-    assert call("GET", url)[1]["etag"] == '"2"'
-    assert call("DELETE", url, If_Match='"2"')[0] == 204
+    changed = call("GET", url)[1]["etag"]
+    assert call("DELETE", url, If_Match=changed)[0] == 204
     assert call("GET", url)[0] == 404
 
 
@@ -107,8 +106,8 @@ def test_page_of_another_origin_is_refused_by_the_browser(visit, origins, method
 
 
 def preflight(
-    client: Client, path: str, origin: str | None, method: str | None = "PUT"
-) -> Answer:
+    client: TLSClient, path: str, origin: str | None, method: str | None = "PUT"
+) -> Response:
     asked = {"Access_Control_Request_Method": method} if method else {}
     origin = {"Origin": origin} if origin else {}
     return client.fetch("OPTIONS", path, **origin, **asked)
@@ -121,12 +120,13 @@ def listed(headers: HTTPMessage, name: str) -> set[str]:
 @pytest.mark.parametrize(
     "path", [PROJECTS, "/garden" + PROJECTS, "/api/v1/hello-service"]
 )
-def test_preflight_of_a_named_origin_is_answered(client, origins, path):
+def test_preflight_of_a_named_origin_succeeds(client, origins, path):
     status, headers, content = preflight(client, path, origins[0])
     assert (status, content) == (204, b"")
     assert headers["Access-Control-Allow-Origin"] == origins[0]
     assert listed(headers, "Access-Control-Allow-Methods") >= {"PUT", "DELETE"}
     assert listed(headers, "Access-Control-Allow-Headers") == ALLOWED
+    assert headers["Access-Control-Max-Age"] == "7200"
     assert "Origin" in headers.get_all("Vary")
 
 
@@ -136,11 +136,13 @@ def test_other_options_reach_the_service(client, origins):
         status, headers, content = preflight(client, hello, origin, method)
         assert (status, json.loads(content)["requestMethod"]) == (200, "OPTIONS")
         assert "Access-Control-Allow-Methods" not in headers
+        assert "Access-Control-Max-Age" not in headers
         assert_problem(preflight(client, PROJECTS, origin, method), 405)
 
 
 @pytest.mark.parametrize(
-    "path, status", [(PROJECTS, 200), ("/x", 404), ("/gardening-problem", 404)]
+    "path, status",
+    [(PROJECTS, 200), ("/x", 404), ("/gardening-problem", 404)],
 )
 def test_headers_name_the_named_origin_alone(client, origins, path, status):
     for origin in (*origins, origins[0] + ".evil.example", "null"):
@@ -155,7 +157,7 @@ def test_headers_name_the_named_origin_alone(client, origins, path, status):
 
 def test_no_origin_may_without_the_lines(gardening, tmp_path):
     upstream = int(gardening.url.rpartition(":")[2])
-    with proxy(tmp_path, upstream) as nginx, Client(nginx.port, "x") as client:
+    with proxy(tmp_path, upstream) as nginx, TLSClient(nginx.port, "x") as client:
         status, headers, _ = preflight(client, PROJECTS, "https://app.example.org")
     assert status == 405
     assert not [name for name in headers if name.startswith("Access-Control")]

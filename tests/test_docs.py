@@ -7,9 +7,8 @@ from typing import Any
 from urllib.request import urlopen
 
 import pytest
-import test_proxy
+from nginx import HOST, assert_problem, needs_nginx, proxy
 from running import LIMIT, PROJECTS, Client, flask_run, port_of
-from test_proxy import HOST, assert_problem, proxy
 
 from auth import digest
 
@@ -42,9 +41,7 @@ def under_a_prefix(upstream, tmp_path):
         yield f"https://{HOST}:{nginx.port}/garden"
 
 
-@pytest.fixture(
-    params=["alone", pytest.param("under_a_prefix", marks=test_proxy.pytestmark)]
-)
+@pytest.fixture(params=["alone", pytest.param("under_a_prefix", marks=needs_nginx)])
 def base(request):
     """The address of the service, without a slash at the end."""
     return request.getfixturevalue(request.param)

@@ -1,4 +1,7 @@
-"""The copy that Litestream keeps, set up and restored with the page's own lines."""
+"""The copy that Litestream keeps, set up and restored with the page's own lines.
+
+test_operations.py runs the unit under systemd.
+"""
 
 import os
 import re
@@ -14,16 +17,15 @@ from http.client import HTTPException
 from pathlib import Path
 
 import pytest
-from running import BIN, PROJECTS, ROOT, Client, at_once, gunicorn
+from running import BIN, LIMIT, PROJECTS, ROOT, Client, at_once, blocks, gunicorn
 
-PAGE = ROOT / "OPERATIONS.md"
+HEADING = "Continuous replication with Litestream"
 LITESTREAM = shutil.which("litestream", path=f"{BIN}:{os.environ['PATH']}")
-LIMIT = 30  # seconds for a process to do its work or to end
 OWNER = os.getuid() or 65534  # root gives the files away, as on the page
 
 pytestmark = pytest.mark.skipif(not LITESTREAM, reason="litestream is not installed")
 
-Block = Callable[[str, str], str]
+Place = Callable[[str], str]
 Write = tuple[
     float, str, int
 ]  # when it was acknowledged, the Project's id, its version
@@ -36,25 +38,37 @@ def path(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def block(tmp_path: Path, path: str) -> Block:
-    """The page's one block of the language with these words, for the test's folder."""
+def place(tmp_path: Path) -> Place:
+    """Gives a block or a file of deploy/ the folders of the test."""
 
-    def block(language: str, words: str) -> str:
-        blocks = re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.DOTALL)
-        [found] = [block for block in blocks if words in block]
+    def place(text: str) -> str:
         for old, new in {
             "/opt/gardening/.venv/bin/litestream": LITESTREAM,
             "/etc/litestream.yml": tmp_path / "litestream.yml",
-            "/var/backups/gardening": tmp_path / "copy",
+            "/var/backups/gardening-litestream": tmp_path / "copy",
             "/var/lib/gardening": tmp_path / "data",
-            "-o gardening ": f"-o {OWNER} ",
-            "chown gardening ": f"chown {OWNER} ",
+            "-o gardening -g gardening ": f"-o {OWNER} -g {OWNER} ",
+            "gardening:gardening": f"{OWNER}:{OWNER}",
         }.items():
-            found = found.replace(old, str(new))
-        return found
+            text = text.replace(old, str(new))
+        return text
 
-    (tmp_path / "litestream.yml").write_text(block("yaml", "monitor-interval"))
-    run(block("sh", "enable --now gardening-litestream"))
+    (tmp_path / "copy").mkdir()
+    configuration = (ROOT / "deploy/litestream.yml").read_text()
+    (tmp_path / "litestream.yml").write_text(place(configuration))
+    return place
+
+
+@pytest.fixture
+def block(place: Place) -> Place:
+    """The page's one block with these words, for the test's folder."""
+
+    def block(words: str) -> str:
+        [found] = [
+            block for block in blocks("docs/operations.md", HEADING) if words in block
+        ]
+        return place(found)
+
     return block
 
 
@@ -65,9 +79,10 @@ def run(script: str) -> str:
 
 
 @contextmanager
-def litestream(block: Block) -> Iterator[subprocess.Popen]:
+def litestream(place: Place) -> Iterator[subprocess.Popen]:
     """Litestream as the unit starts it, and in the end stops it."""
-    [command] = re.findall(r"\nExecStart=(.*)", block("ini", "=Litestream"))
+    unit = (ROOT / "deploy/gardening-litestream.service").read_text()
+    [command] = re.findall(r"\nExecStart=(.*)", place(unit))
     with subprocess.Popen(shlex.split(command)) as process:
         try:
             yield process
@@ -105,9 +120,9 @@ def lost(port: int, token: str, acknowledged: list[Write]) -> list[Write]:
 
 
 def test_copy_loses_a_second_at_most_and_after_an_orderly_stop_nothing(
-    block, environment, token, path
+    block, place, environment, token, path
 ):
-    with litestream(block) as copier, gunicorn(environment) as (service, port):
+    with litestream(place) as copier, gunicorn(environment) as (service, port):
         killed = []
 
         def kill() -> None:
@@ -119,7 +134,7 @@ def test_copy_loses_a_second_at_most_and_after_an_orderly_stop_nothing(
     old = [write for write in acknowledged if write[0] < killed[0] - 1]
     assert old
 
-    restore = block("sh", "litestream restore")
+    restore = block("litestream restore")
     run(restore)
     assert sorted(os.listdir(Path(path).parent)) == [
         "gardening.db",
@@ -129,11 +144,11 @@ def test_copy_loses_a_second_at_most_and_after_an_orderly_stop_nothing(
     assert (restored.st_uid, restored.st_mode & 0o777) == (OWNER, 0o600)
 
     moment = datetime.now(UTC)
-    with litestream(block), gunicorn(environment) as (service, port):
+    with litestream(place), gunicorn(environment) as (service, port):
         assert lost(port, token, old) == []
         later = write(port, token, 1, service.terminate)
         service.wait(LIMIT)
-    newest = run(block("sh", "litestream ltx")).split()[-1]
+    newest = run(block("litestream ltx")).split()[-1]
     assert datetime.fromisoformat(newest) >= moment.replace(microsecond=0)
     run(restore)
     with gunicorn(environment) as (_, port):
@@ -146,13 +161,13 @@ def test_copy_loses_a_second_at_most_and_after_an_orderly_stop_nothing(
 
 
 def test_copy_goes_on_without_its_corrupted_state(
-    block, environment, token, path, capfd
+    block, place, environment, token, path, capfd
 ):
     state = Path(path).with_name(".gardening.db-litestream")
     acknowledged = []
 
     def write_and_stop() -> None:
-        with litestream(block), gunicorn(environment) as (service, port):
+        with litestream(place), gunicorn(environment) as (service, port):
             acknowledged.extend(write(port, token, 0.5, service.terminate))
 
     write_and_stop()
@@ -161,24 +176,6 @@ def test_copy_goes_on_without_its_corrupted_state(
     assert "ltx file corrupted" in capfd.readouterr().out
     shutil.rmtree(state)
     write_and_stop()
-    run(block("sh", "litestream restore"))
+    run(block("litestream restore"))
     with gunicorn(environment) as (_, port):
         assert lost(port, token, acknowledged) == []
-
-
-@pytest.mark.skipif(
-    not shutil.which("systemd-analyze"), reason="systemd-analyze is not installed"
-)
-def test_unit_is_valid_and_stops_after_the_service(block, tmp_path):
-    unit = tmp_path / "gardening-litestream.service"
-    unit.write_text(block("ini", "=Litestream"))
-    assert "\nBefore=gardening.service\n" in unit.read_text()
-    verified = subprocess.run(
-        ["systemd-analyze", "verify", unit],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
-    # It complains of the machine's other units as well.
-    assert "gardening" not in verified.stderr

@@ -1,4 +1,4 @@
-"""The service behind a real nginx, set up with the lines of OPERATIONS.md."""
+"""The service behind a real nginx, with the files of deploy/."""
 
 import gzip
 import http.client
@@ -8,140 +8,26 @@ import re
 import shutil
 import signal
 import socket
-import ssl
-import subprocess
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Callable
 
 import pytest
-import running
-from running import PROJECTS, ROOT, at_once, gunicorn
-
-NGINX = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
-HOST = "gardening.example.org"
-Answer = tuple[int, http.client.HTTPMessage, bytes]
-FRAME = """
-daemon off; error_log stderr crit; pid {folder}/pid; {user}
-events {{}}
-http {{
-    access_log off;
-    client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
-    fastcgi_temp_path {folder}/f; uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;
-    {block}
-}}
-"""
-
-pytestmark = pytest.mark.skipif(
-    not (NGINX and shutil.which("openssl")), reason="nginx or openssl is not installed"
+from nginx import HOST, assert_problem, needs_nginx, proxy
+from running import (
+    LIMIT,
+    PROJECTS,
+    Client,
+    TLSClient,
+    at_once,
+    gunicorn,
+    needs,
+    run,
+    wait_for,
 )
 
-
-def operations(language: str) -> list[str]:
-    """The blocks of OPERATIONS.md in this language."""
-    text = (ROOT / "OPERATIONS.md").read_text()
-    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
-
-
-def replaced(block: str, changes: dict[str, str]) -> str:
-    for old, new in changes.items():
-        assert block.count(old) == 1, old
-        block = block.replace(old, new)
-    return block
-
-
-class Proxy(NamedTuple):
-    port: int  # of https
-    plain_port: int
-
-
-@contextmanager
-def proxy(
-    folder: Path,
-    upstream: int,
-    changes: dict[str, str] | None = None,
-    origin: str | None = None,
-) -> Iterator[Proxy]:
-    """nginx as OPERATIONS.md has it, in front of the port; for an origin, if named."""
-    block, prefix, maps, cors = operations("nginx")
-    certificate, key = folder / "certificate.pem", folder / "key.pem"
-    [command] = [text for text in operations("sh") if "openssl req" in text]
-    places = {
-        "/etc/ssl/certs/gardening.pem": str(certificate),
-        "/etc/ssl/private/gardening.key": str(key),
-    }
-    command = replaced(command, places)
-    subprocess.run(["sh", "-c", command], check=True, capture_output=True, timeout=20)
-    extra = prefix
-    if origin:
-        extra += cors
-        block = replaced(maps, {"https://app.example.org": origin}) + block
-    with ExitStack() as listeners:
-        ports, descriptors = [], []
-        for _ in range(2):
-            listener = socket.create_server(("127.0.0.1", 0))
-            listeners.enter_context(listener)
-            ports.append(listener.getsockname()[1])
-            descriptors.append(listener.fileno())
-        block = replaced(
-            block,
-            places
-            | {
-                "location / {": extra + "\n    location / {",
-                "listen 443 ssl;": f"listen 127.0.0.1:{ports[0]} ssl;",
-                "listen 80;": f"listen 127.0.0.1:{ports[1]};",
-                "127.0.0.1:8000": f"127.0.0.1:{upstream}",
-            }
-            | {"rate=50r/s": "rate=100000r/s"}
-            | (changes or {}),
-        )
-        user = "user root;" if os.getuid() == 0 else ""
-        configuration = folder / "nginx.conf"
-        configuration.write_text(FRAME.format(folder=folder, user=user, block=block))
-        process = subprocess.Popen(
-            [NGINX, "-p", folder, "-e", "stderr", "-c", configuration],
-            # The sockets, already bound.
-            env={"NGINX": "".join(f"{number};" for number in descriptors)},
-            pass_fds=descriptors,
-        )
-    try:
-        yield Proxy(*ports)
-    finally:
-        process.terminate()
-        process.wait(20)
-
-
-class Client(running.Client):
-    """The same over TLS, whoever signed the certificate."""
-
-    def connect(self) -> None:
-        super().connect()
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        self.sock.settimeout(20)
-        self.sock = context.wrap_socket(self.sock, server_hostname=HOST)
-
-    def fetch(
-        self, method: str, path: str, body: object = None, **headers: str
-    ) -> Answer:
-        """An answer that need not be in openapi.json."""
-        headers = {name.replace("_", "-"): value for name, value in headers.items()}
-        self.request(method, path, body, self.authorization | headers)
-        response = self.getresponse()
-        return response.status, response.headers, response.read()
-
-
-def assert_problem(answer: Answer, status: int) -> None:
-    found, headers, content = answer
-    assert (found, headers["Content-Type"]) == (status, "application/problem+json")
-    problem = json.loads(content)
-    assert problem["status"] == status
-    assert problem["title"] == http.HTTPStatus(status).phrase
-    assert set(problem) == {"type", "title", "status", "detail"}
+pytestmark = needs_nginx
 
 
 def mixed_load(
@@ -154,7 +40,7 @@ def mixed_load(
     statuses = []
 
     def work(number: int) -> None:
-        with Client(port, token) as client:
+        with TLSClient(port, token) as client:
             for turn in range(count):
                 meanwhile(number, turn)
                 if turn % 4 == 0:
@@ -213,7 +99,7 @@ def test_location_leads_back_through_the_proxy(environment, token, tmp_path, pre
     with (
         gunicorn(environment) as (_, upstream),
         proxy(tmp_path, upstream) as nginx,
-        Client(nginx.port, token) as client,
+        TLSClient(nginx.port, token) as client,
     ):
         _, headers, content = client.ask("POST", prefix + PROJECTS, {})
         assert headers["Location"].startswith(f"{prefix}{PROJECTS}/")
@@ -234,12 +120,12 @@ def nginx(upstream, tmp_path):
 
 @pytest.fixture
 def client(nginx, gardening):
-    with Client(nginx.port, gardening.token) as client:
+    with TLSClient(nginx.port, gardening.token) as client:
         yield client
 
 
 def test_http_leads_to_https(nginx):
-    with running.Client(nginx.plain_port, "x") as client:
+    with Client(nginx.plain_port, "x") as client:
         client.request("POST", PROJECTS + "?page=1", "{}", {"Host": HOST})
         response = client.getresponse()
         assert response.status == 308
@@ -286,15 +172,13 @@ def test_refusal_of_what_is_no_request_is_a_problem_document(client, request_lin
 
 
 def test_http_on_the_port_of_https_is_a_problem_document(nginx):
-    with running.Client(nginx.port, "x") as client:
-        client.request("GET", PROJECTS)
-        response = client.getresponse()
-        assert_problem((response.status, response.headers, response.read()), 400)
+    with Client(nginx.port, "x") as client:
+        assert_problem(client.fetch("GET", PROJECTS), 400)
 
 
 def test_refusal_for_the_rate_is_a_problem_document(upstream, tmp_path):
     slow = {"rate=50r/s": "rate=1r/m", "burst=100": "burst=1"}
-    with proxy(tmp_path, upstream, slow) as nginx, Client(nginx.port, "x") as client:
+    with proxy(tmp_path, upstream, slow) as nginx, TLSClient(nginx.port, "x") as client:
         answers = [client.fetch("GET", PROJECTS) for _ in range(3)]
     assert [status for status, _, _ in answers] == [401, 401, 429]
     assert_problem(answers[2], 429)
@@ -311,7 +195,7 @@ def test_silence_of_the_service_is_a_problem_document(tmp_path, listens, status)
         upstream = silent.getsockname()[1]
         with (
             proxy(tmp_path, upstream, brief) as nginx,
-            Client(nginx.port, "x") as client,
+            TLSClient(nginx.port, "x") as client,
         ):
             answer = client.fetch("POST", PROJECTS, "{}")
     assert_problem(answer, status)
@@ -324,6 +208,27 @@ def test_defect_of_nginx_is_a_problem_document(client, tmp_path):
     assert_problem(client.fetch("POST", PROJECTS, b"x" * 60_000), 500)
 
 
+@pytest.mark.parametrize(
+    "method, path, headers, status",
+    [
+        ("GET", "/" + "x" * 5_000, {}, 414),
+        ("GET", PROJECTS, {f"X{number}": "x" for number in range(101)}, 431),
+        ("GET", PROJECTS, [("Content-Type", "a/b"), ("Content-Type", "c/d")], 400),
+        ("X" * 30, PROJECTS, {}, 400),
+    ],
+)
+def test_refusal_of_gunicorn_passes_as_a_problem_document(
+    client, method, path, headers, status
+):
+    client.putrequest(method, path)
+    for header in dict(headers).items() if isinstance(headers, dict) else headers:
+        client.putheader(*header)
+    client.putheader(*client.authorization.popitem())
+    client.endheaders()
+    response = client.getresponse()
+    assert_problem((response.status, response.headers, response.read()), status)
+
+
 def test_errors_of_the_service_pass_as_they_are(client, upstream, gardening):
     asked = [
         ("GET", "/x", None),
@@ -331,7 +236,7 @@ def test_errors_of_the_service_pass_as_they_are(client, upstream, gardening):
         ("POST", PROJECTS, b"{"),
         ("POST", PROJECTS, b'{"nam": 1}'),
     ]
-    with running.Client(upstream, gardening.token) as direct:
+    with Client(upstream, gardening.token) as direct:
         for method, path, body in asked:
             status, headers, content = client.fetch(
                 method, path, body, Content_Type="application/json"
@@ -386,28 +291,129 @@ def test_odd_path_is_a_sane_problem(client, prefix, rest):
     assert "X-Forged" not in answer[1]
 
 
-def test_long_answer_is_compressed_and_its_etag_weak(client):
-    accepted = {"Accept_Encoding": "gzip"}
-    project = client.call("POST", PROJECTS, {"name": "x" * 5000})[1]
-    url = f"{PROJECTS}/{project['id']}"
-    for path, expected in ((PROJECTS, [project]), (url, project)):
-        status, headers, content = client.fetch("GET", path, **accepted)
+@pytest.fixture
+def long_project(client):
+    return client.call("POST", PROJECTS, {"name": "x" * 5000})[1]
+
+
+@pytest.mark.parametrize("prefix", ["", "/garden"])
+def test_long_list_is_compressed_and_its_etag_weak(client, long_project, prefix):
+    for path, expected in {
+        PROJECTS: [long_project],
+        f"{PROJECTS}?page=0": {"projectList": [long_project], "page": 0, "size": 20}
+        | {"total": 1},
+    }.items():
+        accepted = {"Accept_Encoding": "gzip"}
+        status, headers, content = client.fetch("GET", prefix + path, **accepted)
         assert (status, headers["Content-Encoding"]) == (200, "gzip")
         assert len(content) < 1000
         assert json.loads(gzip.decompress(content)) == expected
         assert headers["ETag"].startswith('W/"')
         assert "Accept-Encoding" in headers["Vary"]
         known = accepted | {"If_None_Match": headers["ETag"]}
-        assert client.fetch("GET", path, **known)[0] == 304
-    assert client.fetch("DELETE", url, If_Match=headers["ETag"])[0] == 412
-    assert client.fetch("DELETE", url, If_Match=f'"{project["version"]}"')[0] == 204
+        assert client.fetch("GET", prefix + path, **known)[0] == 304
 
 
-def test_short_answer_is_not_compressed(client):
+@pytest.mark.parametrize("prefix", ["", "/garden"])
+def test_page_of_the_documentation_is_compressed(client, prefix):
+    pytest.importorskip("flask_swagger_ui")
+    path = f"{prefix}/docs/swagger-ui.css"
+    status, headers, _ = client.fetch("GET", path, Accept_Encoding="gzip")
+    assert (status, headers["Content-Encoding"]) == (200, "gzip")
+
+
+@pytest.mark.parametrize("prefix", ["", "/garden", "//garden", "/garden/."])
+@pytest.mark.parametrize("encoding", ["gzip", "br, gzip;q=0.5, *"])
+def test_etag_of_a_project_is_never_weakened(client, long_project, prefix, encoding):
+    url = f"{prefix}{PROJECTS}/{long_project['id']}"
+    accepted = {"Accept_Encoding": encoding}
+    if prefix == "/garden/.":
+        url = url.replace("projects/", "projects%2F")
+    status, headers, content = client.fetch("GET", url, **accepted)
+    assert (status, json.loads(content)) == (200, long_project)
+    assert headers["ETag"].startswith('"')
+    strong = {"If_Match": headers["ETag"], "Content_Type": "application/json"}
+    assert client.fetch("PUT", url, "{}", **accepted, **strong)[0] == 200
+    assert client.fetch("DELETE", url, **accepted, **strong)[0] == 412
+
+
+def test_short_response_is_not_compressed(client):
     client.call("POST", PROJECTS, {"name": "x" * 1000})
     _, headers, _ = client.fetch("GET", PROJECTS, Accept_Encoding="gzip")
     assert "Content-Encoding" not in headers
     assert not headers["ETag"].startswith("W/")
+
+
+@pytest.mark.parametrize("path, status", [(PROJECTS, 200), ("/x", 404), ("/%00", 400)])
+def test_response_has_the_id_that_nginx_logs_beside_the_address(
+    client, tmp_path, path, status
+):
+    found, headers, _ = client.fetch("GET", path, X_Request_Id="of the client")
+    assert found == status
+    id = headers["X-Request-Id"]
+    assert re.fullmatch("[0-9a-f]{32}", id)
+    # nginx writes the line once it has sent the response.
+    [line] = wait_for((tmp_path / "access.log").read_text).splitlines()
+    assert re.fullmatch(rf"\S+ 127\.0\.0\.1 {id} {status} \d+ [\d.]+", line)
+
+
+def test_service_logs_the_id_that_nginx_returns(environment, token, tmp_path):
+    file = tmp_path / "service.log"
+    with (
+        file.open("wb") as log,
+        gunicorn(environment, stdout=log) as (_, upstream),
+        proxy(tmp_path, upstream) as nginx,
+        TLSClient(nginx.port, token) as client,
+    ):
+        ids = [
+            client.fetch("GET", prefix + PROJECTS)[1]["X-Request-Id"]
+            for prefix in ("", "/garden")
+        ]
+    logged = [line.split()[:2] for line in file.read_text().splitlines()]
+    assert logged == [[id, '"ann"'] for id in ids]
+
+
+def test_browsers_are_told_to_keep_to_https(client, nginx):
+    for path in (PROJECTS, "/gardening-problem"):
+        _, headers, _ = client.fetch("GET", path)
+        assert headers["Strict-Transport-Security"] == "max-age=31536000"
+    with Client(nginx.plain_port, "x") as plain:  # where RFC 6797 7.2 forbids it
+        assert "Strict-Transport-Security" not in plain.fetch("GET", PROJECTS)[1]
+
+
+@needs("curl")
+@pytest.mark.parametrize("version", ["1.1", "2"])
+@pytest.mark.parametrize(
+    "host, port", [("127.0.0.1", "port"), ("[::1]", "port_of_ipv6")]
+)
+def test_https_is_served_over_both_protocols(nginx, gardening, version, host, port):
+    url = f"https://{host}:{getattr(nginx, port)}{PROJECTS}"
+    token = f"Authorization: Bearer {gardening.token}"
+    served = " %{http_code} %{http_version}"
+    curl = ["curl", "-sSk", f"--http{version}", "-w", served, "-H", token, url]
+    assert run(*curl).stdout == f"[] 200 {version}"
+
+
+@needs("curl")
+@pytest.mark.parametrize(
+    "path, options, status",
+    [
+        (PROJECTS, ["--data-binary", "@-"], 413),
+        (PROJECTS, ["-X", "POST", "-T", "-"], 413),  # without Content-Length
+        ("/gardening-problem", [], 404),
+        (PROJECTS, ["-X", "TRACE"], 405),
+    ],
+)
+def test_refusal_over_http_2_is_a_problem_document(nginx, path, options, status):
+    url = f"https://127.0.0.1:{nginx.port}{path}"
+    curl = ["curl", "-sSki", "--http2", *options, url]
+    head, _, content = run(*curl, input="x" * 100_000).stdout.partition("\n\n")
+    start, *lines = head.splitlines()
+    assert start == f"HTTP/2 {status} "
+    headers = http.client.HTTPMessage()
+    for line in lines:
+        headers.add_header(*line.split(": ", 1))
+    assert_problem((status, headers, content.encode()), status)
 
 
 def test_no_request_is_sent_twice(tmp_path):
@@ -428,13 +434,13 @@ def test_no_request_is_sent_twice(tmp_path):
         with listener:
             while True:
                 connection, _ = listener.accept()
-                connection.settimeout(20)
+                connection.settimeout(LIMIT)
                 threading.Thread(target=serve, args=(connection,), daemon=True).start()
 
     listener = socket.create_server(("127.0.0.1", 0))
     upstream = listener.getsockname()[1]
     threading.Thread(target=accept, daemon=True).start()
-    with proxy(tmp_path, upstream) as nginx, Client(nginx.port, "x") as client:
+    with proxy(tmp_path, upstream) as nginx, TLSClient(nginx.port, "x") as client:
         for method in ("POST", "PUT", "DELETE"):
             assert client.fetch("GET", "/")[0] == 200
             assert client.fetch(method, "/")[0] == 502
@@ -446,14 +452,14 @@ def test_hostile_client_costs_nobody_else_a_request(environment, token, tmp_path
     bodies = [1_000, 65_535, 65_536, 65_537, 100_000]
 
     def attack() -> None:
-        with Client(nginx.port, "unknown") as client:
+        with TLSClient(nginx.port, "unknown") as client:
             while at_work:
                 for size in bodies:
                     for body in (b"x" * size, iter([b"x" * size])):
                         refused[client.fetch("POST", PROJECTS, body)[0]] += 1
 
     def write(_: int) -> None:
-        with Client(nginx.port, token) as client:
+        with TLSClient(nginx.port, token) as client:
             for _ in range(250):
                 answer = client.fetch(
                     "POST", PROJECTS, "{}", Content_Type="application/json"

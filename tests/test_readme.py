@@ -1,22 +1,20 @@
-"""What README.md and OPERATIONS.md tell to paste does what they say."""
+"""What README.md tells to paste does what it says."""
 
 import os
 import re
 import shutil
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from running import BIN, PROJECTS, ROOT, Client, gunicorn
+from running import BIN, ROOT
 
-from auth import digest
 from store import SQLite, Store
 
-README, OPERATIONS = (ROOT / "README.md", ROOT / "OPERATIONS.md")
+README = ROOT / "README.md"
 VARYING = {
     r"gardening_[\w-]{43}\b": "TOKEN",
     r"\b[0-9a-f]{24}\b": "ID",
@@ -99,116 +97,3 @@ def test_first_calls_and_tokens_print_what_the_readme_says(tmp_path, monkeypatch
         assert settled(paste(tokens, tmp_path)) == settled(shown)
     store = Store(SQLite(str(tmp_path / "instance/gardening.db")))
     assert [account for _, _, _, account in store.list_tokens()] == ["ann"]
-
-
-@pytest.fixture
-def unit(tmp_path):
-    """The unit of the service, with the folders of this test."""
-    [unit] = blocks(OPERATIONS, "Install", "ini")
-    return placed(unit, tmp_path)
-
-
-def placed(block: str, folder: Path) -> str:
-    for old, new in {
-        "/opt/gardening/.venv": str(BIN.parent),
-        "/opt/gardening": str(ROOT),
-        "/var/lib/gardening": f"{folder}/lib",
-        "/var/backups/gardening": f"{folder}/backups",
-        "-o gardening -g gardening": f"-o {os.getuid()} -g {os.getgid()}",
-    }.items():
-        block = block.replace(old, new)
-    return block
-
-
-@needs("systemd-analyze")
-def test_systemd_accepts_the_unit(unit, tmp_path):
-    file = tmp_path / "gardening.service"
-    file.write_text(unit)
-    verify = ["systemd-analyze", "verify", "--man=no", "--recursive-errors=no", file]
-    verified = subprocess.run(
-        verify, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (verified.returncode, verified.stderr) == (0, "")
-
-
-@pytest.fixture
-def operator(unit, tmp_path):
-    """A function that pastes a block, where the service's user is the test's."""
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    commands = {
-        "runuser": 'shift 3; exec "$@"',
-        "systemctl": f'echo "$@" >> {tmp_path}/log',
-    }
-    for name, script in commands.items():
-        (programs / name).write_text(f"#!/bin/sh\n{script}\n")
-        (programs / name).chmod(0o700)
-    (tmp_path / "lib").mkdir()
-    path = f"{programs}:{os.environ['PATH']}"
-    return lambda block: paste(placed(block, tmp_path), tmp_path, PATH=path)
-
-
-@pytest.fixture
-def served(unit, environment, tmp_path):
-    """The environment of the service, as the unit has it."""
-    [(name, database)] = re.findall(r"^Environment=(\w+)=(.*)$", unit, re.MULTILINE)
-    return environment | {name: database}
-
-
-@pytest.fixture
-def first_token(operator, monkeypatch):
-    monkeypatch.delenv("FLASK_DATABASE", raising=False)
-    [block] = blocks(OPERATIONS, "First token")
-    return operator(block).strip()
-
-
-def test_first_token_is_one_of_the_service(first_token, served):
-    store = Store(SQLite(served["FLASK_DATABASE"]))
-    assert store.find_account(digest(first_token)) == "ann"
-
-
-@needs("sqlite3")
-def test_backup_is_made_while_the_service_runs_and_restored(
-    operator, first_token, served, tmp_path
-):
-    backup, restore = blocks(OPERATIONS, "Backup and restore")
-    with gunicorn(served) as (_, port), Client(port, first_token) as client:
-        client.call("POST", PROJECTS, {"name": "first"})
-        operator(backup)
-        time.sleep(1)  # backups are named by the second
-        client.call("POST", PROJECTS, {"name": "second"})
-        operator(backup)
-        kept = client.call("GET", PROJECTS)
-        client.call("POST", PROJECTS, {"name": "lost"})
-    backups = tmp_path / "backups"
-    assert backups.stat().st_mode & 0o777 == 0o700  # which keeps the files in it too
-    assert len(list(backups.iterdir())) == 2
-    operator(restore)
-    assert (tmp_path / "log").read_text() == "stop gardening\nstart gardening\n"
-    database = Path(served["FLASK_DATABASE"])
-    assert database.stat().st_mode & 0o777 == 0o600
-    assert [file.name for file in database.parent.glob("gardening.db*")] == [
-        database.name
-    ]
-    with gunicorn(served) as (_, port), Client(port, first_token) as client:
-        assert client.call("GET", PROJECTS) == kept
-    [before] = tmp_path.glob("lib/before-*/gardening.db")
-    lost = Store(SQLite(str(before)))
-    assert "lost" in str(lost.list_projects("ann", []).document)
-
-
-@needs("sqlite3")
-def test_backup_of_a_missing_database_fails(operator, tmp_path):
-    backup, _ = blocks(OPERATIONS, "Backup and restore")
-    with pytest.raises(subprocess.CalledProcessError):
-        operator(backup)
-    assert list((tmp_path / "backups").iterdir()) == []
-
-
-def test_restore_without_a_backup_changes_nothing(operator, first_token, tmp_path):
-    _, restore = blocks(OPERATIONS, "Backup and restore")
-    with pytest.raises(subprocess.CalledProcessError):
-        operator(restore)
-    assert not (tmp_path / "log").exists()
-    store = Store(SQLite(str(tmp_path / "lib/gardening.db")))
-    assert store.find_account(digest(first_token)) == "ann"

@@ -1,0 +1,112 @@
+"""A machine of its own, with systemd: this one's files under a layer that is thrown away.
+
+It sees the processes, mounts and network of nobody else, and nobody sees its own.
+"""
+
+import os
+import shutil
+import subprocess
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from running import LIMIT, wait_for
+
+PROGRAMS = ["git", "nginx", "nsenter", "openssl", "runuser", "systemctl", "unshare"]
+MISSING = [
+    each for each in PROGRAMS if not shutil.which(each, path="/usr/sbin:/usr/bin")
+]
+ENVIRONMENT = {"HOME": "/root", "PATH": "/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
+# The root of the machine is $0/root; what lies in $1 is its /srv.
+BOOT = """
+mount --make-rprivate /
+mount -t tmpfs tmpfs "$0"
+mkdir "$0/upper" "$0/work" "$0/root"
+mount -t overlay -o "lowerdir=/,upperdir=$0/upper,workdir=$0/work" overlay "$0/root"
+mount --rbind "$1" "$0/root/srv"
+cd "$0/root"
+mount -t proc proc proc
+mount -t sysfs sysfs sys
+mount -t cgroup2 cgroup2 sys/fs/cgroup
+for folder in dev run tmp; do mount -t tmpfs -o mode=755 tmpfs "$folder"; done
+chmod 1777 tmp
+mkdir dev/pts dev/shm
+mount -t devpts -o newinstance,ptmxmode=666 devpts dev/pts
+mount -t tmpfs tmpfs dev/shm
+ln -s pts/ptmx dev/ptmx
+ln -s /proc/self/fd dev/fd
+mknod -m 666 dev/null c 1 3
+mknod -m 666 dev/zero c 1 5
+mknod -m 666 dev/full c 1 7
+mknod -m 666 dev/random c 1 8
+mknod -m 666 dev/urandom c 1 9
+mknod -m 666 dev/tty c 5 0
+rm -rf etc/systemd/system/*.wants
+ln -sf /lib/systemd/system/basic.target etc/systemd/system/default.target
+mkdir old
+pivot_root . old
+umount -l /old
+exec /lib/systemd/systemd
+"""
+
+needs_machine = pytest.mark.skipif(
+    bool(MISSING) or os.geteuid() != 0,
+    reason=f"needs root and {', '.join(MISSING or PROGRAMS)}",
+)
+
+
+class Machine:
+    """A running machine, in which root pastes shell scripts."""
+
+    def __init__(self, pid):
+        self._enter = ["nsenter", f"--target={pid}", "--all", "--root", "--wd"]
+
+    def paste(self, script, status=0, input="", limit=LIMIT, **environment):
+        """What the script prints, its errors included; it must end with this status."""
+        settings = [
+            f"{name}={value}" for name, value in (ENVIRONMENT | environment).items()
+        ]
+        ended = subprocess.run(
+            [*self._enter, "env", "-i", *settings, "bash", "-c", script],
+            input=input,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=limit,
+            check=False,
+        )
+        assert ended.returncode == status, ended.stdout
+        return ended.stdout
+
+
+@contextmanager
+def machine(folder):
+    """A machine that has started, with what is in the folder in /srv."""
+    private = ["--mount", "--pid", "--net", "--uts", "--ipc", "--cgroup", "--fork"]
+    with (
+        tempfile.TemporaryDirectory() as place,
+        subprocess.Popen(
+            # It ends with us, however we end.
+            ["setpriv", "--pdeathsig=KILL", "unshare", *private, "--kill-child"]
+            + ["sh", "-ec", BOOT, place, str(folder)],
+            env=ENVIRONMENT | {"container": "oci"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        ) as unshare,
+    ):
+        try:
+            children = Path(f"/proc/{unshare.pid}/task/{unshare.pid}/children")
+            pid = int(wait_for(children.read_text))
+            wait_for(lambda: Path(f"/proc/{pid}/comm").read_text() == "systemd\n")
+            new = Machine(pid)
+
+            def has_started():
+                assert unshare.poll() is None
+                state = "systemctl is-system-running || true"
+                return new.paste(state).strip() in ("running", "degraded")
+
+            wait_for(has_started)
+            yield new
+        finally:
+            unshare.kill()
