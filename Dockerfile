@@ -10,6 +10,11 @@ ENV PATH=/opt/gardening/.venv/bin:$PATH \
     GARDENING_BIND=0.0.0.0:8000
 EXPOSE 8000
 CMD ["gunicorn"]
+HEALTHCHECK --timeout=10s --start-period=30s CMD ["python", "-c", "\
+import http.client, os; \
+service = http.client.HTTPConnection(os.environ['GARDENING_BIND'], timeout=8); \
+service.request('GET', '/api/v1/hello-service'); \
+assert service.getresponse().status == 200"]
 
 COPY requirements.txt .
 RUN python3 -m venv .venv \

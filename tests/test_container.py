@@ -14,20 +14,19 @@ import socket
 import stat
 import struct
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
-from running import PROJECTS, ROOT, Client
+from running import LIMIT, PROJECTS, ROOT, Client, blocks, fetch_wheels, wait_for
 
-LIMIT = 30  # seconds for a command, or for a container to do its work
-DEBIAN, PYTHON = "bookworm", "3.11"
+DEBIAN = "bookworm"
 PORT = 8000
 USER = 10001
 CLONE_NEWNS, CLONE_NEWNET = 0x00020000, 0x40000000  # linux/sched.h
@@ -79,8 +78,9 @@ class Storage:
         return end.stdout.strip()
 
     def build(self, context: Path, *options: str) -> str:
-        never = ["--pull=never", "--layers", "--tag=gardening"]
-        return self.buildah("build", *never, *options, context, limit=120)
+        # Docker's own format: OCI's has no HEALTHCHECK.
+        never = ["--pull=never", "--layers", "--format=docker", "--tag=gardening"]
+        return self.buildah("build", *never, *options, context, limit=4 * LIMIT)
 
     def create(self, image: str) -> Path:
         """The root file system of a new container."""
@@ -105,14 +105,16 @@ class Container:
         [pid] = self.children
         return pid
 
-    def exec(self, *command: str) -> str:
+    def exec(self, *command: str, **variables: str) -> str:
         """As `docker exec`: what the command prints."""
+        return self.execute(*command, **variables).decode()
+
+    def execute(self, *command: str, **variables: str) -> bytes:
         enter = ["nsenter", f"--target={self.pid}", "--mount", "--pid", "--root"]
         user = ["--wd", f"--setuid={USER}", f"--setgid={USER}"]
         clean = ["/usr/bin/env", "-i", *self.environment]
-        return subprocess.check_output(
-            [*enter, *user, *clean, *command], text=True, timeout=LIMIT
-        )
+        clean += [f"{name}={value}" for name, value in variables.items()]
+        return subprocess.check_output([*enter, *user, *clean, *command], timeout=LIMIT)
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ class Image:
 
     @contextmanager
     def run(
-        self, volume: Path, *command: str, wait_for: str = "", **variables: str
+        self, volume: Path, *command: str, until: str = "", **variables: str
     ) -> Iterator[Container]:
         """As `docker run`; once its log has the words."""
         environment = [*self.settings["Env"], "HOME=/data"]
@@ -144,7 +146,7 @@ class Image:
             limit.start()
             try:
                 assert process.stderr
-                while wait_for and wait_for not in process.stderr.readline():
+                while until and until not in process.stderr.readline():
                     assert process.poll() is None
                 yield container
             finally:
@@ -153,7 +155,7 @@ class Image:
 
     @contextmanager
     def serve(self, volume: Path, **variables: str) -> Iterator[Container]:
-        with self.run(volume, wait_for="Listening at", **variables) as container:
+        with self.run(volume, until="Listening at", **variables) as container:
             yield container
 
 
@@ -209,12 +211,14 @@ def storage(folder: Path) -> Storage:
         ["debootstrap", "--foreign", "--variant=minbase", "--include=python3-venv"]
         + [DEBIAN, root],
         stdout=subprocess.DEVNULL,
-        timeout=240,
+        timeout=4 * LIMIT,
         check=True,
     )
     archives = Path(root, "var/cache/apt/archives")
     for package in archives.glob("*.deb"):
-        subprocess.run(["dpkg-deb", "--extract", package, root], timeout=60, check=True)
+        subprocess.run(
+            ["dpkg-deb", "--extract", package, root], timeout=LIMIT, check=True
+        )
     shutil.rmtree(archives)
     for file in ["passwd", "group"]:
         master = Path(root, f"usr/share/base-passwd/{file}.master")
@@ -222,23 +226,16 @@ def storage(folder: Path) -> Storage:
     Path(root, "etc/pip.conf").write_text("[global]\nno-index = 1\nfind-links = /mnt\n")
     path = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     storage.buildah("config", "--env", path, container)
-    storage.buildah("commit", "--rm", container, storage.base, limit=120)
+    storage.buildah("commit", "--rm", container, storage.base, limit=4 * LIMIT)
     return storage
 
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The packages that the image installs, fetched with this machine's settings."""
+    """The packages that the image installs."""
     [psycopg] = PIN.findall((ROOT / "Dockerfile").read_text())
     folder = tmp_path_factory.mktemp("wheels")
-    subprocess.run(
-        [sys.executable, "-m", "pip", "download", "-qq", f"--dest={folder}"]
-        + [f"--python-version={PYTHON}", "--only-binary=:all:", psycopg]
-        + [f"--requirement={ROOT}/requirements.txt"],
-        timeout=120,
-        check=True,
-    )
-    return folder
+    return fetch_wheels(folder, psycopg, f"--requirement={ROOT}/requirements.txt")
 
 
 @pytest.fixture(scope="module")
@@ -263,7 +260,7 @@ def code(context: Path) -> set[str]:
 def image(storage: Storage, wheels: Path, context: Path) -> Image:
     storage.build(context, f"--volume={wheels}:/mnt:ro")
     found = json.loads(storage.buildah("inspect", "--type=image", "gardening"))
-    return Image(storage.create("gardening"), found["OCIv1"]["config"])
+    return Image(storage.create("gardening"), found["Docker"]["config"])
 
 
 @pytest.fixture
@@ -342,7 +339,7 @@ def test_projects_outlive_their_container(
 
 
 @needs_engine
-def test_request_under_way_is_answered_after_term(
+def test_request_under_way_is_finished_after_term(
     image: Image, network: None, volume: Path
 ) -> None:
     with image.serve(volume) as container:
@@ -357,6 +354,67 @@ def test_request_under_way_is_answered_after_term(
             connection.sendall(b"{}")
             assert connection.recv(1000).startswith(b"HTTP/1.1 201")
         assert container.process.wait(LIMIT) == 0
+
+
+@needs_engine
+def test_health_is_that_of_the_service(
+    image: Image, network: None, volume: Path
+) -> None:
+    kind, *check = image.settings["Healthcheck"]["Test"]
+    assert kind == "CMD"
+    with image.serve(volume) as container:
+        container.exec(*check)
+        os.kill(container.pid, signal.SIGTERM)
+        container.process.wait(LIMIT)
+    with image.run(volume, "sleep", str(LIMIT)) as container:
+        wait_for(lambda: container.children)
+        with pytest.raises(subprocess.CalledProcessError):
+            container.exec(*check)
+
+
+@needs_engine
+def test_kubernetes_probes_pass_with_the_service_and_its_database(
+    image: Image, network: None, volume: Path
+) -> None:
+    [probes] = blocks("docs/operations.md", "Container", "yaml")
+    [path] = re.findall(r"httpGet: {path: (\S+), port: 8000}", probes)
+    [script] = re.findall(r"- \|\n((?: {8}.*\n)+)", probes)
+    check = ["python", "-c", dedent(script)]
+    with image.serve(volume) as container:
+        token = container.exec("flask", "token", "create", "ann").strip()
+        with Client(PORT, token) as client:
+            assert client.call("GET", path)[0] == 200
+        container.exec(*check, GARDENING_TOKEN=token)
+        with pytest.raises(subprocess.CalledProcessError):
+            container.exec(*check, GARDENING_TOKEN="wrong")
+
+
+@needs_engine
+def test_backup_of_a_container_is_restored_in_a_new_volume(
+    image: Image, network: None, volume: Path, tmp_path: Path
+) -> None:
+    backup, restore = (
+        re.search("sh -c '(.*)'", block)[1]
+        for block in blocks("docs/operations.md", "Container")
+        if "sh -c" in block
+    )
+    with image.serve(volume) as container:
+        token = container.exec("flask", "token", "create", "ann").strip()
+        with Client(PORT, token) as client:
+            kept = client.call("POST", PROJECTS, {"name": "Park"})[1]
+        copy = container.execute("sh", "-c", backup)
+        assert not list(volume.glob("copy.db"))
+    other = tmp_path / "restored"
+    shutil.copytree(volume, other, ignore=lambda *_: os.listdir(volume))
+    os.chown(other, USER, USER)
+    with image.run(other, "sh", "-c", restore) as container:
+        assert container.process.stdin
+        container.process.stdin.buffer.write(copy)
+        printed, _ = container.process.communicate(timeout=LIMIT)
+        assert container.process.returncode == 0, printed
+    assert not list(other.glob("copy.db"))
+    with image.serve(other), Client(PORT, token) as client:
+        assert client.call("GET", PROJECTS) == (200, [kept])
 
 
 @needs_engine
