@@ -35,7 +35,7 @@ class Log(Statsd):
         atoms["u"] = atoms.get("{remote_user}e", "-")
         request_id = atoms.get("{x-request-id}i") or "-"
         atoms["{x-request-id}i"] = quote(request_id, safe=string.punctuation)
-        for name in ("{x-request-id}i", "u", "m", "U"):  # gunicorn escapes only quotes
+        for name in ("{x-request-id}i", "u", "U"):  # gunicorn escapes only quotes
             atoms[name] = TOKEN.sub("***", atoms[name]).replace("\\", r"\\")
         return atoms
 

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 from machine import machine, needs_machine
@@ -11,6 +12,9 @@ from running import PROJECTS, ROOT, blocks, fetch_wheels, needs, run
 
 PAGE = "docs/operations.md"
 DEPLOY = ROOT / "deploy"
+CLUSTER = next(
+    Path("/usr/lib/postgresql").glob("*/bin"), Path("/usr/lib/postgresql/bin")
+)
 DATABASE = "/var/lib/gardening/gardening.db"
 # Debian's packages are there already, and there is no network.
 APT_GET = """#!/bin/sh -e
@@ -377,20 +381,26 @@ def test_prefix_and_origins_are_installed(server):
     assert server.paste(call).startswith("HTTP/2 200")
 
 
+@pytest.fixture
+def saved_settings(server):
+    """A copy of the settings, which hold again after the test."""
+    server.paste("cp /etc/gardening.env /root/")
+    yield "/root/gardening.env"
+    server.paste("cp /root/gardening.env /etc/ && systemctl restart gardening")
+
+
 @needs_machine
-def test_metrics_are_sent_once_the_setting_is_there(server):
+def test_metrics_are_sent_once_the_setting_is_there(server, saved_settings):
     [line] = blocks(PAGE, "Watch", "ini")
     listen = "import socket\ns = socket.socket(type=socket.SOCK_DGRAM)\n"
     listen += "s.bind(('127.0.0.1', 9125))\nprint('ready', flush=True)\n"
     listen += "while b'status' not in (m := s.recv(9999)): pass\nprint(m.decode())"
     server.paste("cat > /tmp/listen.py", input=listen)
+    server.paste("cat >> /etc/gardening.env", input=line)
     received = server.paste(
-        f"cp /etc/gardening.env /tmp/env && echo '{line}' >> /etc/gardening.env && "
         "coproc python3 /tmp/listen.py && read -r _ <&${COPROC[0]} && "
         "systemctl restart gardening && "
-        "curl -fsS http://127.0.0.1:8000/api/v1/hello-service && "
-        "cat <&${COPROC[0]}; "
-        "mv /tmp/env /etc/gardening.env && systemctl restart gardening"
+        "curl -fsS http://127.0.0.1:8000/api/v1/hello-service && cat <&${COPROC[0]}"
     )
     assert "gardening.gunicorn.request.status.200:1|c" in received
 
@@ -408,6 +418,51 @@ def test_litestream_starts_with_the_service_and_copies(server, token):
     assert names(server, token) == ["Park"]
     assert server.paste("systemctl is-active gardening-litestream") == "active\n"
     server.paste("systemctl disable --now gardening-litestream")
+
+
+@needs_machine
+@pytest.mark.skipif(not CLUSTER.exists(), reason="Debian's PostgreSQL is not installed")
+def test_projects_move_to_postgresql_and_back(server, token, saved_settings):
+    create_database, store_password = blocks(PAGE, "PostgreSQL")[:2]
+    backup, restore = blocks(PAGE, "PostgreSQL")[2:]
+    version = CLUSTER.parent.name
+    server.paste(
+        f"pg_dropcluster --stop {version} main 2>/dev/null; systemctl start dbus"
+    )
+    server.paste(f"pg_createcluster {version} main --start")
+    server.paste(create_database, input="secret\nsecret\n")
+    paste(server, store_password, input="*:5432:gardening:gardening:secret\n")
+    owner = "stat --format='%U %a' /var/lib/gardening/pgpass"
+    assert server.paste(owner) == "gardening 600\n"
+    [settings] = blocks(PAGE, "PostgreSQL", "ini")
+    for old, new in {
+        "db1.example.org,db2.example.org": "127.0.0.1,127.0.0.1",
+        "sslmode=verify-full": "sslmode=prefer",
+    }.items():
+        assert old in settings
+        settings = settings.replace(old, new)
+
+    create(server, token, "Park")
+    kept = curl(server, PROJECTS, token=token)
+    server.paste(backup)
+    server.paste("cat >> /etc/gardening.env", input=settings)
+    server.paste(restore)
+    assert curl(server, PROJECTS, token=token) == kept
+    create(server, token, "on PostgreSQL")
+    kept = curl(server, PROJECTS, token=token)
+
+    server.paste(f"rm /var/lib/gardening/{{moving.db,gardening.db*}} && {backup}")
+    server.paste(f"cp {saved_settings} /etc/gardening.env")
+    server.paste(f"pg_ctlcluster {version} main stop")
+    server.paste(restore)
+    assert curl(server, PROJECTS, token=token) == kept
+    server.paste("rm /var/lib/gardening/moving.db")
+
+
+def test_page_names_every_file_to_install():
+    page = (ROOT / PAGE).read_text()
+    missing = [file.name for file in DEPLOY.iterdir() if file.name not in page]
+    assert missing == []
 
 
 @needs_machine
