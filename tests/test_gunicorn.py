@@ -178,9 +178,9 @@ def test_refusal_of_gunicorn_is_a_problem_document(shared_port, lines, status):
         client.sendall("\r\n".join([*lines, "Host: x", "", ""]).encode())
         response = HTTPResponse(client)
         response.begin()
-        answer = (response.status, response.headers, response.read())
+        received = (response.status, response.headers, response.read())
     assert response.headers["Connection"] == "close"
-    assert_problem(answer, status)
+    assert_problem(received, status)
 
 
 def test_metrics_of_each_request_are_sent_to_statsd(environment, token):

@@ -180,9 +180,17 @@ def test_service_writes_under_its_restrictions(server, token):
 @needs_machine
 def test_command_uses_the_settings_alone(server, token):
     """Not what root's shell happens to have."""
-    strange = {"FLASK_DATABASE": "/tmp/other.db", "FLASK_APP": "x", "PYTHONPATH": "/x"}
+    server.paste(
+        "mkdir -p /tmp/x && echo 'print(\"strange\")' > /tmp/x/sitecustomize.py"
+    )
+    strange = {
+        "FLASK_DATABASE": "/tmp/other.db",
+        "FLASK_APP": "x",
+        "PYTHONPATH": "/tmp/x",
+    }
     listed = server.paste("cd /tmp && gardening token list", **strange)
     assert "test_command_uses_the_settings_alone" in listed
+    assert "strange" not in listed
     assert server.paste("ls /tmp/other.db 2>&1 || true").startswith("ls: cannot access")
 
 

@@ -154,9 +154,9 @@ def test_long_body_is_refused_by_nginx(client, size, chunked):
     ],
 )
 def test_refusal_of_nginx_is_a_problem_document(client, method, path, headers, status):
-    answer = client.fetch(method, path, **headers)
-    assert_problem(answer, status)
-    assert "Retry-After" not in answer[1]
+    response = client.fetch(method, path, **headers)
+    assert_problem(response, status)
+    assert "Retry-After" not in response[1]
 
 
 @pytest.mark.parametrize(
@@ -167,8 +167,8 @@ def test_refusal_of_what_is_no_request_is_a_problem_document(client, request_lin
     client.sock.sendall(f"{request_line}\r\nHost: x\r\n\r\n".encode())
     response = http.client.HTTPResponse(client.sock)
     response.begin()
-    answer = response.status, response.headers, response.read()
-    assert_problem(answer, 505 if "3.0" in request_line else 400)
+    received = response.status, response.headers, response.read()
+    assert_problem(received, 505 if "3.0" in request_line else 400)
 
 
 def test_http_on_the_port_of_https_is_a_problem_document(nginx):
@@ -179,10 +179,10 @@ def test_http_on_the_port_of_https_is_a_problem_document(nginx):
 def test_refusal_for_the_rate_is_a_problem_document(upstream, tmp_path):
     slow = {"rate=50r/s": "rate=1r/m", "burst=100": "burst=1"}
     with proxy(tmp_path, upstream, slow) as nginx, TLSClient(nginx.port, "x") as client:
-        answers = [client.fetch("GET", PROJECTS) for _ in range(3)]
-    assert [status for status, _, _ in answers] == [401, 401, 429]
-    assert_problem(answers[2], 429)
-    assert answers[2][1]["Retry-After"] == "1"
+        responses = [client.fetch("GET", PROJECTS) for _ in range(3)]
+    assert [status for status, _, _ in responses] == [401, 401, 429]
+    assert_problem(responses[2], 429)
+    assert responses[2][1]["Retry-After"] == "1"
 
 
 @pytest.mark.parametrize("listens, status", [(False, 502), (True, 504)])
@@ -197,9 +197,9 @@ def test_silence_of_the_service_is_a_problem_document(tmp_path, listens, status)
             proxy(tmp_path, upstream, brief) as nginx,
             TLSClient(nginx.port, "x") as client,
         ):
-            answer = client.fetch("POST", PROJECTS, "{}")
-    assert_problem(answer, status)
-    assert answer[1]["Retry-After"] == "5"
+            response = client.fetch("POST", PROJECTS, "{}")
+    assert_problem(response, status)
+    assert response[1]["Retry-After"] == "5"
 
 
 def test_defect_of_nginx_is_a_problem_document(client, tmp_path):
@@ -243,10 +243,10 @@ def test_errors_of_the_service_pass_as_they_are(client, upstream, gardening):
             )
             headers_sent = direct.authorization | {"Content-Type": "application/json"}
             direct.request(method, path, body, headers_sent)
-            answer = direct.getresponse()
-            assert (status, content) == (answer.status, answer.read())
+            response = direct.getresponse()
+            assert (status, content) == (response.status, response.read())
             for name in ("Content-Type", "Allow", "Retry-After"):
-                assert headers[name] == answer.headers[name]
+                assert headers[name] == response.headers[name]
     status, headers, _ = client.fetch("GET", PROJECTS, Authorization="")
     assert (status, headers["WWW-Authenticate"]) == (401, 'Bearer realm="gardening"')
 
@@ -285,10 +285,10 @@ def test_odd_path_under_a_prefix_is_tidied(client, start):
     ],
 )
 def test_odd_path_is_a_sane_problem(client, prefix, rest):
-    answer = client.fetch("GET", prefix + PROJECTS + rest)
-    assert answer[0] in (400, 404)
-    assert_problem(answer, answer[0])
-    assert "X-Forged" not in answer[1]
+    response = client.fetch("GET", prefix + PROJECTS + rest)
+    assert response[0] in (400, 404)
+    assert_problem(response, response[0])
+    assert "X-Forged" not in response[1]
 
 
 @pytest.fixture
@@ -417,7 +417,7 @@ def test_refusal_over_http_2_is_a_problem_document(nginx, path, options, status)
 
 
 def test_no_request_is_sent_twice(tmp_path):
-    """Not even where the service closes a kept-alive connection without an answer."""
+    """Not even where the service closes a kept-alive connection without a response."""
     received = []
 
     def serve(connection: socket.socket) -> None:
@@ -461,10 +461,10 @@ def test_hostile_client_costs_nobody_else_a_request(environment, token, tmp_path
     def write(_: int) -> None:
         with TLSClient(nginx.port, token) as client:
             for _ in range(250):
-                answer = client.fetch(
+                response = client.fetch(
                     "POST", PROJECTS, "{}", Content_Type="application/json"
                 )
-                accepted[answer[0]] += 1
+                accepted[response[0]] += 1
 
     with gunicorn(environment) as (_, upstream), proxy(tmp_path, upstream) as nginx:
         attackers = [threading.Thread(target=attack) for _ in range(2)]
