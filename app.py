@@ -46,7 +46,7 @@ def create_app(config: Mapping[str, Any] | None = None) -> Flask:
     app.view_functions["hello"] = hello
     app.register_blueprint(api)
     add_page(app)
-    app.cli.add_command(commands.token_commands)
+    commands.add_to(app)
     with commands.one_line_errors():
         app.extensions["store"] = open_store(app)
         commands.welcome(app, current_store(app))

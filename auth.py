@@ -6,9 +6,10 @@ keeps its SHA-256 digest.
 
 import hashlib
 import secrets
+import unicodedata
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 from flask import current_app, request
 from flask.typing import ResponseReturnValue
@@ -20,13 +21,27 @@ PREFIX = "gardening_"  # by which a secret scanner recognizes a leaked token
 View = Callable[..., ResponseReturnValue]
 
 
-def issue_token(store: Store, account: str, days: int | None = None) -> str:
+class Issued(NamedTuple):
+    token: str
+    id: int
+
+
+def issue_token(store: Store, account: str, days: int | None = None) -> Issued:
     """Store a new token; with `days=0` it has already expired. Raises ValueError."""
-    if not account.strip() or not account.isprintable():
-        raise ValueError("ACCOUNT must be printable text.")
     token = PREFIX + secrets.token_urlsafe(32)
-    store.add_token(account, digest(token), days)
-    return token
+    return Issued(token, store.add_token(account_name(account), digest(token), days))
+
+
+def account_name(text: str) -> str:
+    """The name, normalized to NFC (UAX 15), so that it is one however it was typed.
+
+    Raises ValueError.
+    """
+    name = unicodedata.normalize("NFC", text)
+    if not (0 < len(name) <= 255 and name.isprintable() and name == name.strip()):
+        limits = "1 to 255 printable characters, without spaces at its ends"
+        raise ValueError(f"ACCOUNT is {limits}.")
+    return name
 
 
 def digest(token: str) -> bytes:

@@ -1,8 +1,9 @@
-"""The command line: `flask token`, and what `flask run` says at its start.
+"""The commands of `flask`, and what `flask run` says at its start.
 
 It is above auth and store, and knows nothing of HTTP or SQL.
 """
 
+import errno
 import logging
 import re
 import sys
@@ -16,7 +17,7 @@ import click
 from flask import Flask, current_app
 from flask.cli import AppGroup
 
-from auth import issue_token
+from auth import account_name, issue_token
 from store import Store, Unavailable
 
 MAX_DAYS = 1_000_000  # 2,700 years; dates end with the year 9999
@@ -27,13 +28,18 @@ def one_line_errors() -> Iterator[None]:
     """On the command line, say in one line what is wrong, without usage or traceback."""
     try:
         yield
-    except (click.UsageError, Unavailable, ValueError) as error:
-        if click.get_current_context(silent=True):
-            raise click.ClickException(str(error)) from error
-        raise
+    except (click.UsageError, Unavailable, ValueError, OSError) as error:
+        if not click.get_current_context(silent=True):
+            raise
+        reason = str(error)
+        if isinstance(error, OSError):
+            reason = ": ".join(filter(None, [error.strerror, error.filename]))
+        raise click.ClickException(reason) from error
 
 
 class Group(AppGroup):
+    """Its commands' errors of usage are one line, too."""
+
     def invoke(self, ctx: click.Context) -> Any:
         with one_line_errors():
             return super().invoke(ctx)
@@ -44,11 +50,13 @@ def pass_store(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def with_store(**arguments: object) -> None:
-        command(current_app.extensions["store"], **arguments)
+        with one_line_errors():
+            command(current_app.extensions["store"], **arguments)
 
     return with_store
 
 
+account_commands = Group("account", help="List and delete accounts.")
 token_commands = Group("token", help="Issue, list and revoke access tokens.")
 
 
@@ -58,7 +66,17 @@ token_commands = Group("token", help="Issue, list and revoke access tokens.")
 @pass_store
 def create_token(store: Store, account: str, days: int | None) -> None:
     """Print a new token for ACCOUNT; it cannot be shown again."""
-    click.echo(issue_token(store, account, days))
+    is_new = not store.has_account(account_name(account))
+    token, id = issue_token(store, account, days)
+    try:
+        if sys.stdout is None:
+            raise OSError(errno.EBADF, "standard output is closed")
+        click.echo(token)
+    except OSError:
+        store.revoke_token(id)
+        raise
+    if is_new:
+        click.echo(f"{account} is a new account.", err=True)
 
 
 @token_commands.command("list")
@@ -87,6 +105,50 @@ def revoke_token(store: Store, id: int) -> None:
     """Make the token with this ID, as `list` shows it, invalid at once."""
     if not store.revoke_token(id):
         raise click.UsageError(f"There is no token with the ID {id}.")
+
+
+@account_commands.command("list")
+@pass_store
+def list_accounts(store: Store) -> None:
+    """Show the numbers of Projects and tokens, and the last change, of every account."""
+    accounts = store.list_accounts()
+    line = "{:>8}  {:>6}  {:16}  {}"
+    click.echo(line.format("PROJECTS", "TOKENS", "CHANGED (UTC)", "ACCOUNT"))
+    for name, projects, tokens, changed_at in accounts:
+        click.echo(line.format(projects, tokens, utc(changed_at), name))
+
+
+@account_commands.command("delete")
+@click.argument("account")
+@click.confirmation_option(prompt="Delete the account with its Projects and tokens?")
+@pass_store
+def delete_account(store: Store, account: str) -> None:
+    """Delete ACCOUNT, its Projects, tokens and keys."""
+    if not store.delete_account(account_name(account)):
+        raise click.UsageError(f"There is no account {account}.")
+
+
+@click.command("backup")
+@click.argument("file", type=click.Path())
+@pass_store
+def backup(store: Store, file: str) -> None:
+    """Write a copy of the database to FILE, a new SQLite file, while the service runs."""
+    store.backup(file)
+
+
+@click.command("restore")
+@click.argument("file", type=click.Path())
+@pass_store
+def restore(store: Store, file: str) -> None:
+    """Fill an empty database with the copy that `backup` wrote to FILE."""
+    counts = store.restore(file)
+    told = "Restored {account} accounts, {project} Projects and {token} tokens."
+    click.echo(told.format(**counts))
+
+
+def add_to(app: Flask) -> None:
+    for command in (token_commands, account_commands, backup, restore):
+        app.cli.add_command(command)
 
 
 def welcome(app: Flask, store: Store) -> None:

@@ -3,6 +3,7 @@
 It holds what differs from SQLite, and no rule of the store: those are in store.py.
 """
 
+import logging
 import re
 import select
 import threading
@@ -17,6 +18,7 @@ from psycopg.conninfo import conninfo_to_dict
 import store
 from store import Engine, Unavailable, Values
 
+logger = logging.getLogger(__name__)
 PATIENCE = 5.0  # seconds for a statement or a transaction, once connected
 PAUSE = 0.5  # seconds between two attempts to reach a server that was silent
 CONNECT_TIMEOUT = 2  # seconds for each host; libpq takes no less
@@ -111,6 +113,13 @@ class PostgreSQL(Engine):
     TABLES = TABLES
     UPGRADES = (KEYS,)
     BEGIN = "BEGIN"
+    BEGIN_READ = "BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY"
+    # NOWAIT: fail rather than wait for a service that uses it.
+    BEGIN_FILL = f"BEGIN; LOCK {', '.join(store.COPIED)} NOWAIT"
+    LAST_TOKEN = (
+        "SELECT CASE WHEN is_called THEN last_value ELSE 0 END FROM token_id_seq"
+    )
+    SET_LAST_TOKEN = ("SELECT setval('token_id_seq', greatest({last}, 1), {last} > 0)",)
     GET = f"SELECT {PROJECT} FROM project WHERE id = :id AND account = :account"
     CREATE = f"""WITH counted AS (
             INSERT INTO account AS known (name, created, revision)
@@ -175,6 +184,34 @@ class PostgreSQL(Engine):
         rows = connection.statement.execute(as_psycopg(sql), values).fetchall()
         self._retry_at = None
         return rows
+
+    def allow(self, connection: "Connection", seconds: int) -> None:
+        connection.deadline = time.monotonic() + seconds
+        connection.execute(f"SET statement_timeout = '{seconds}s'")
+
+    def read(self, connection: "Connection", table: str) -> Any:
+        rows = connection.cursor(f"copy of {table}")  # a name keeps them on the server
+        return rows.execute(f"SELECT * FROM {table}")
+
+    def fill(
+        self, connection: "Connection", table: str, columns: list[str], rows: Any
+    ) -> int:
+        cursor = connection.cursor()
+        with cursor.copy(f"COPY {table} ({', '.join(columns)}) FROM STDIN") as stream:
+            for row in rows:
+                # An older release took U+0000, which PostgreSQL cannot hold.
+                clean = [
+                    v.replace("\0", "\ufffd") if type(v) is str else v for v in row
+                ]
+                if clean != list(row):
+                    logger.warning("Project %s: U+0000 is now U+FFFD", row[0])
+                stream.write_row(clean)
+        return cursor.rowcount
+
+    def backup(self, path: str) -> None:
+        with store.scratch() as copied:
+            store.copy(self, copied)
+            copied.backup(path)
 
     def raise_outage(self, error: BaseException, writes: bool) -> None:
         if not isinstance(error, psycopg.Error):

@@ -5,6 +5,7 @@ as the JSON that goes over the wire. Threads and processes may share a database,
 a method has written is on the disk when it returns.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -12,6 +13,7 @@ import os
 import re
 import secrets
 import sqlite3
+import tempfile
 import threading
 import time
 from collections import defaultdict
@@ -66,6 +68,13 @@ class Page(NamedTuple):
     after: int | None = None  # starts behind this Project, whatever `page` says
 
 
+class Account(NamedTuple):
+    name: str
+    projects: int
+    tokens: int
+    changed_at: int | None  # epoch milliseconds of the last change that is still there
+
+
 class Token(NamedTuple):
     id: int
     created_at: int  # epoch milliseconds
@@ -78,6 +87,9 @@ Etags = Collection[str]
 Values = dict[str, Any]  # of the parameters of a statement
 
 DAY = 86_400_000  # milliseconds
+LONG = 3600  # seconds that a command may take, where a request may not
+# In this order: SQLite's triggers make accounts of Projects, which those copied replace.
+COPIED = ("project", "part", "token", "idempotency_key", "account")
 
 
 class Store:
@@ -171,15 +183,19 @@ class Store:
             values["query"] = "".join(f"-{n}" for n in page if n is not None)
         return ProjectList(*self._engine.run(sql, values)[0])
 
-    def add_token(self, account: str, digest: bytes, days: int | None = None) -> None:
-        """Let a token act for the account: for this many days, or without a limit."""
+    def add_token(self, account: str, digest: bytes, days: int | None = None) -> int:
+        """Let a token act for the account: for this many days, or without a limit.
+
+        Returns the token's id.
+        """
         now = self._now()
         sql = """INSERT INTO token (account, digest, created_at, expires_at)
             VALUES (:account, :digest, :now, :expires_at)
             RETURNING id"""
         values = {"account": account, "digest": digest, "now": now}
         values["expires_at"] = None if days is None else now + days * DAY
-        self._engine.write(sql, values)
+        [(id,)] = self._engine.write(sql, values)
+        return int(id)
 
     def find_account(self, digest: bytes) -> str | None:
         """The account that a token acts for; None if it is unknown or has expired."""
@@ -197,6 +213,39 @@ class Store:
         """Make a token invalid; False if there is none with this id."""
         sql = "DELETE FROM token WHERE id = :id RETURNING id"
         return bool(self._engine.write(sql, {"id": id}))
+
+    def has_account(self, name: str) -> bool:
+        """Whether the account has ever had a Project, or has a token."""
+        sql = """SELECT name FROM account WHERE name = :name
+            UNION SELECT account FROM token WHERE account = :name"""
+        return bool(self._engine.run(sql, {"name": name}))
+
+    def list_accounts(self) -> list[Account]:
+        """Every account, in the order of the names."""
+        return [Account(*row) for row in self._engine.run(ACCOUNTS, {})]
+
+    def delete_account(self, name: str) -> bool:
+        """Delete the account and all that is its own; False if there is none."""
+        deleted = []
+        with self._engine.transaction(LONG) as execute:
+            # The account comes first: its row is where its writers wait for each other.
+            for table in ("account", "project", "token", "idempotency_key"):
+                column = "name" if table == "account" else "account"
+                sql = f"DELETE FROM {table} WHERE {column} = :name RETURNING {column}"
+                deleted += execute(sql, {"name": name})
+        return bool(deleted)
+
+    def backup(self, path: str) -> None:
+        """Write a copy of this moment to a new SQLite file. Raises OSError, Unavailable."""
+        self._engine.backup(path)
+
+    def restore(self, path: str) -> dict[str, int]:
+        """Fill an empty database from such a copy: all of it, or nothing.
+
+        Returns the number of rows of each table. Raises Unavailable.
+        """
+        with scratch(path) as source:
+            return copy(source, self._engine)
 
     def _change(
         self, sql: str, values: Values, expected: Etags | None, refused: Etags
@@ -250,6 +299,13 @@ CLAIM = """INSERT INTO idempotency_key (account, key, digest, project)
     ON CONFLICT (account, key) DO NOTHING RETURNING project"""
 CLAIMED = """SELECT project, digest FROM idempotency_key
     WHERE account = :account AND key = :key"""
+ACCOUNTS = """SELECT known.name, coalesce(projects, 0), coalesce(tokens, 0), changed_at
+    FROM (SELECT name FROM account UNION SELECT account FROM token) AS known
+    LEFT JOIN (SELECT account, count(*) AS projects, max(updated_at) AS changed_at
+        FROM project GROUP BY account) AS p ON p.account = known.name
+    LEFT JOIN (SELECT account, count(*) AS tokens
+        FROM token GROUP BY account) AS t ON t.account = known.name
+    ORDER BY known.name"""
 TOTAL = "(SELECT count(*) FROM project WHERE account = :account)"
 # What is known is neither read nor rendered.
 PAGES = f"""WITH list AS (SELECT etag, {{is_known}} AS is_known FROM {LIST_ETAG})
@@ -280,6 +336,10 @@ class Engine:
     LIST: str  # its row is that of a ProjectList, as is that of the next one
     PAGE: str
     BEGIN: str  # a transaction that writes
+    BEGIN_READ: str  # one that reads the state of one moment
+    BEGIN_FILL: str  # one that writes, and lets nobody else do so
+    LAST_TOKEN: str  # the highest id that a token has had
+    SET_LAST_TOKEN: tuple[str, ...]
 
     def __init__(self) -> None:
         self._idle: dict[int, list[Any]] = defaultdict(list)
@@ -301,24 +361,51 @@ class Engine:
         return self.run(sql, values, writes=True)
 
     @contextmanager
-    def transaction(self) -> Iterator[Callable[[str, Values], list[Any]]]:
+    def transaction(
+        self, seconds: int = 0
+    ) -> Iterator[Callable[[str, Values], list[Any]]]:
         """For several statements that write: all of them are made, or none."""
+        with self.session(self.BEGIN, seconds) as connection:
+            yield partial(self.execute, connection)
+
+    @contextmanager
+    def session(self, begin: str, seconds: int = 0) -> Iterator[Any]:
+        """A connection in a transaction, which may take so long; 0: as for a request."""
         idle, connection = self._idle[os.getpid()], None
         try:
             connection = self.take(idle)
-            connection.execute(self.BEGIN)
-            yield partial(self.execute, connection)
+            if seconds:
+                self.allow(connection, seconds)
+            connection.execute(begin)
+            yield connection
             connection.execute("COMMIT")
         except BaseException as error:
             self.give_up(connection, error, writes=True)
             raise
-        idle.append(connection)
+        if seconds:
+            connection.close()
+        else:
+            idle.append(connection)
 
     def take(self, idle: list[Any]) -> Any:
         """A connection that is open: one of the idle ones, or a new one."""
         raise NotImplementedError
 
     def execute(self, connection: Any, sql: str, values: Values) -> list[Any]:
+        raise NotImplementedError
+
+    def allow(self, connection: Any, seconds: int) -> None:
+        """Let its statements take so long."""
+
+    def read(self, connection: Any, table: str) -> Any:
+        """A cursor over all rows of the table."""
+        return connection.execute(f"SELECT * FROM {table}")
+
+    def fill(self, connection: Any, table: str, columns: list[str], rows: Any) -> int:
+        """Add the rows to the table, and return how many they were."""
+        raise NotImplementedError
+
+    def backup(self, path: str) -> None:
         raise NotImplementedError
 
     def give_up(self, connection: Any, error: BaseException, writes: bool) -> None:
@@ -453,7 +540,15 @@ class SQLite(Engine):
 
     TABLES = TABLES
     UPGRADES = (LAYOUT_2,)
-    BEGIN = "BEGIN IMMEDIATE"
+    BEGIN = BEGIN_FILL = "BEGIN IMMEDIATE"
+    BEGIN_READ = "BEGIN"
+    LAST_TOKEN = (
+        "SELECT coalesce(max(seq), 0) FROM sqlite_sequence WHERE name = 'token'"
+    )
+    SET_LAST_TOKEN = (
+        "DELETE FROM sqlite_sequence WHERE name = 'token'",
+        "INSERT INTO sqlite_sequence (name, seq) VALUES ('token', {last})",
+    )
     GET = f"SELECT {PROJECT} FROM project WHERE id = :id AND account = :account"
     CREATE = f"""INSERT INTO project
             (id, account, seq, created_at, updated_at, {", ".join(COLUMNS)})
@@ -493,8 +588,7 @@ class SQLite(Engine):
             if self._queue:
                 # rw: SQLite must not put an empty file in the place of a lost one.
                 self._uri = f"{Path(self._path).as_uri()}?mode=rw"
-                with suppress(FileExistsError):
-                    os.close(os.open(self._path, os.O_CREAT | os.O_EXCL, mode=0o600))
+                os.close(create(self._path))
                 self._identity = file_identity(self._path)
             else:
                 self._uri = f"file:/{secrets.token_hex(8)}?vfs=memdb"
@@ -511,9 +605,11 @@ class SQLite(Engine):
             return super().write(sql, values)
 
     @contextmanager
-    def transaction(self) -> Iterator[Callable[[str, Values], list[Any]]]:
-        with self._turn(), super().transaction() as execute:
-            yield execute
+    def session(self, begin: str, seconds: int = 0) -> Iterator[Any]:
+        with ExitStack() as stack:
+            if begin == self.BEGIN:
+                stack.enter_context(self._turn())
+            yield stack.enter_context(super().session(begin, seconds))
 
     def take(self, idle: list[Any]) -> "Connection":
         while connection := pop(idle):
@@ -527,6 +623,25 @@ class SQLite(Engine):
     ) -> list[Any]:
         self._check_file(Unavailable)
         return connection.execute(sql, values).fetchall()  # only then it commits
+
+    def fill(self, connection: Any, table: str, columns: list[str], rows: Any) -> int:
+        marks = ", ".join("?" * len(columns))
+        sql = f"REPLACE INTO {table} ({', '.join(columns)}) VALUES ({marks})"
+        return int(connection.executemany(sql, rows).rowcount)
+
+    def backup(self, path: str) -> None:
+        """Write it under another name first, so that a kill leaves no half of it."""
+        if os.path.exists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        partial = f"{path}.partial"
+        Path(partial).unlink(missing_ok=True)  # of a backup that was killed
+        try:
+            with open(partial, "xb", opener=create) as file:
+                self.run("VACUUM INTO :partial", {"partial": partial})
+                os.fsync(file.fileno())
+            os.link(partial, path)
+        finally:
+            Path(partial).unlink(missing_ok=True)
 
     def raise_outage(self, error: BaseException, writes: bool) -> None:
         if isinstance(error, OSError):
@@ -625,12 +740,23 @@ def file_identity(path: str) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
+def create(path: str, flags: int = os.O_RDONLY) -> int:
+    """Open a file; a new one is for its owner alone, and root gives it to the folder's."""
+    with suppress(FileNotFoundError):
+        return os.open(path, flags & ~os.O_CREAT)
+    file = os.open(path, flags | os.O_CREAT, mode=0o600)
+    if os.geteuid() == 0:  # as with `flask token`
+        folder = os.stat(os.path.dirname(os.path.abspath(path)))
+        os.fchown(file, folder.st_uid, folder.st_gid)
+    return file
+
+
 @contextmanager
 def locked(path: str, deadline: float) -> Iterator[None]:
     """Hold an flock on the file, if it can be had in time. Raises Unavailable."""
     try:
         # Opened anew: an flock belongs to the open file, whoever shares that.
-        file = os.open(path, os.O_CREAT, mode=0o600)
+        file = create(path)
     except OSError as error:
         raise Unavailable(f"{error.strerror}: {path}") from error
     try:
@@ -645,6 +771,56 @@ def locked(path: str, deadline: float) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_UN)
     finally:
         os.close(file)
+
+
+def copy(source: Engine, target: Engine) -> dict[str, int]:
+    """Fill an empty database with what the other holds at this moment.
+
+    Raises Unavailable if it is not empty, or lacks a column, or has one more.
+    """
+    counts = {}
+    with (
+        source.session(source.BEGIN_READ, LONG) as reader,
+        target.session(target.BEGIN_FILL, LONG) as writer,
+    ):
+        select = "SELECT * FROM {} LIMIT 1"
+        for table in COPIED:
+            ours = reader.execute(select.format(table))
+            theirs = writer.execute(select.format(table))
+            if odd := set(names(ours)) ^ set(names(theirs)):
+                raise Unavailable(f"only one side has {table}.{min(odd)}")
+            if theirs.fetchall():
+                raise Unavailable("the database to fill is not empty")
+        for table in COPIED:
+            with closing(source.read(reader, table)) as rows:
+                counts[table] = target.fill(writer, table, names(rows), rows)
+        [(last,)] = reader.execute(source.LAST_TOKEN).fetchall()
+        for sql in target.SET_LAST_TOKEN:
+            writer.execute(sql.format(last=last))
+    return counts
+
+
+def names(cursor: Any) -> list[str]:
+    return [column[0] for column in cursor.description]
+
+
+@contextmanager
+def scratch(path: str | None = None) -> Iterator["SQLite"]:
+    """A database for a while; a copy of the file at `path`, of the present layout."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = os.path.join(folder, "gardening.db")
+        if path is not None:
+            try:
+                uri = f"{Path(path).absolute().as_uri()}?mode=ro"
+                with (
+                    closing(sqlite3.connect(uri, uri=True)) as original,
+                    closing(sqlite3.connect(file)) as copied,
+                ):
+                    original.backup(copied)
+            except sqlite3.Error as error:
+                raise Unavailable(f"{error}: {path}") from error
+        with closing(SQLite(file)) as engine:
+            yield engine
 
 
 def try_lock(file: int) -> bool:

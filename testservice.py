@@ -156,7 +156,9 @@ def serve_tokens(url: str, database: str) -> None:
     def answer(line: str) -> dict[str, str]:
         try:
             account, days = parse(line)
-            return {"token": issue_token(store, account or secrets.token_hex(), days)}
+            return {
+                "token": issue_token(store, account or secrets.token_hex(), days).token
+            }
         except ValueError as error:
             return {"error": str(error)}
 

@@ -1,18 +1,21 @@
 """The command line: what is printed, and what is refused."""
 
+import json
 import os
 import time
 from datetime import date
+from unicodedata import normalize
 
 import pytest
 from conftest import on_sqlite
+from running import BIN, run
 
 from commands import utc
 
 
 def test_create_prints_the_token_alone(command):
     result = command("token", "create", "ann", "--days", "30")
-    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.exit_code == 0
     assert result.stdout.startswith("gardening_")
     assert len(result.stdout.split()) == 1 and len(result.stdout) > 50
     assert command("token", "create", "ann").stdout != result.stdout
@@ -113,3 +116,106 @@ def elsewhere(monkeypatch):
 def test_times_are_shown_in_utc(elsewhere):
     assert utc(1_700_000_000_123) == "2023-11-14 22:13"
     assert utc(None) == "never"
+
+
+def test_new_account_is_named_on_standard_error(command, store):
+    for account, told in [
+        ("ann", "ann is a new account.\n"),
+        ("ann", ""),
+        ("An", "An"),
+    ]:
+        result = command("token", "create", account)
+        assert result.stdout.startswith("gardening_") and result.stderr.startswith(told)
+    store.create_project("bob", {})
+    assert command("token", "create", "bob").stderr == ""
+
+
+@pytest.mark.parametrize("redirection", [">&-", "> /dev/full"])
+def test_token_that_could_not_be_printed_is_not_valid(database, store, redirection):
+    script = f'exec "$0" token create ann {redirection}'
+    environment = os.environ | {"FLASK_DATABASE": database}
+    command = ["sh", "-c", script, str(BIN / "flask")]
+    ended = run(*command, environment=environment, status=1)
+    assert ended.stderr.startswith("Error: ") and ended.stderr.count("\n") == 1
+    assert store.list_tokens() == []
+
+
+NAMES = {"decomposed": "Zoe\u0308", "longest": "é" * 255, "inner spaces": "a  b"}
+
+
+@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
+def test_account_is_one_name_however_it_is_typed(command, store, name):
+    for form in ("NFC", "NFD"):
+        assert command("token", "create", normalize(form, name)).exit_code == 0
+    assert [account.name for account in store.list_accounts()] == [
+        normalize("NFC", name)
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", ["", " ", " a", "a ", "a\n", "a\0b", "x" * 256, "\xa0a"]
+)
+def test_name_that_is_no_accounts_is_refused(command, store, name):
+    for words in (["token", "create", name], ["account", "delete", name, "--yes"]):
+        result = command(*words)
+        assert result.exit_code == 1
+        assert result.stderr.startswith("Error: ACCOUNT is 1 to 255 printable")
+    assert store.list_accounts() == []
+
+
+def test_accounts_are_listed_with_their_numbers(command, store):
+    store.create_project("ann", {})
+    id = store.create_project("ann", {"name": "Park"}).id
+    store.update_project("ann", id, {})
+    store.delete_project("bob", store.create_project("bob", {}).id)
+    for account in ("eve", "ann", "eve"):
+        command("token", "create", account)
+    header, *lines = command("account", "list").stdout.splitlines()
+    assert header.split() == ["PROJECTS", "TOKENS", "CHANGED", "(UTC)", "ACCOUNT"]
+    rows = [line.split() for line in lines]
+    assert [(row[0], row[1], row[-1]) for row in rows] == [
+        ("2", "1", "ann"),
+        ("0", "0", "bob"),
+        ("0", "2", "eve"),
+    ]
+    assert [row[2] == "never" for row in rows] == [False, True, True]
+    changed = json.loads(store.get_project("ann", id).document)["updated_at"]
+    assert store.list_accounts()[0].changed_at == changed
+
+
+def test_account_is_deleted_with_all_that_is_its_own(command, store, raw):
+    kept = store.create_project("bob", {}, key="k")
+    command("token", "create", "bob")
+    id = store.create_project("ann", {}, key="k").id
+    store.delete_project("ann", store.create_project("ann", {}, key="spent").id)
+    raw.execute(f"INSERT INTO part VALUES ('p', '{id}', 'zone')")
+    command("token", "create", "ann")
+    before = store.list_projects("ann", ()).etag
+    result = command("account", "delete", "ann", "--yes")
+    assert (result.exit_code, result.output) == (0, "")
+    for table in ("account", "token", "project", "idempotency_key"):
+        assert "ann" not in str(raw.execute(f"SELECT * FROM {table}").fetchall())
+    assert raw.execute("SELECT * FROM part").fetchall() == []
+    assert [account.name for account in store.list_accounts()] == ["bob"]
+    assert store.create_project("bob", {}, key="k") == kept
+    again = command("account", "delete", "ann", "--yes")
+    assert (again.exit_code, again.stderr) == (1, "Error: There is no account ann.\n")
+    store.create_project("ann", {}, key="spent")
+    assert store.list_projects("ann", ()).etag != before
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_left"), [("n\n", True), ("", True), ("y\n", False)]
+)
+def test_account_is_deleted_only_after_a_yes(app, store, answer, is_left):
+    store.create_project("ann", {})
+    words = ["account", "delete", "ann"]
+    result = app.test_cli_runner().invoke(args=words, input=answer)
+    assert result.exit_code == int(is_left)
+    assert bool(store.list_accounts()) == is_left
+
+
+def test_account_with_a_token_and_no_project_is_deleted(command, store):
+    command("token", "create", "ann")
+    assert command("account", "delete", "ann", "--yes").exit_code == 0
+    assert store.list_tokens() == []

@@ -860,7 +860,7 @@ def test_file_that_is_no_database_is_refused_and_left_as_it_is(tmp_path, path):
 @pytest.mark.parametrize(
     "path, reason",
     [
-        ("/", "unable to open database file"),
+        ("/", "Is a directory"),
         ("/no/such/folder/x.db", "No such file or directory"),
         ("/dev/null/x.db", "Not a directory"),
     ],
