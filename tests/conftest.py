@@ -15,6 +15,7 @@ from auth import digest
 from store import SQLite, Store
 
 pytest_plugins = ["testing"]
+pytest.register_assert_rewrite("machine", "nginx")
 
 CHROMIUM = shutil.which("chromium")
 CHROMIUM_OPTIONS = [

@@ -122,14 +122,14 @@ def names(server, token):
 
 
 def first_token(server):
-    return server.paste(block("First token")).splitlines()[-1]
+    return server.paste(block("First token")).splitlines()[0]
 
 
 @pytest.fixture
 def token(server, request):
     """Of an account that no other test has."""
     name = request.node.name
-    return server.paste(f"gardening token create {name}").splitlines()[-1]
+    return server.paste(f"gardening token create {name}").splitlines()[0]
 
 
 def main_pid(server):
@@ -138,7 +138,7 @@ def main_pid(server):
 
 @needs_machine
 def test_first_token_is_one_of_the_service(server):
-    token = server.paste(f"cd / && {block('First token')}").splitlines()[-1]
+    token = server.paste(f"cd / && {block('First token')}").splitlines()[0]
     assert curl(server, "/api/v1/hello-service/auth", "-X PUT", token=token)[0] == 200
 
 
