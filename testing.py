@@ -9,10 +9,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn
 
 import pytest
 
@@ -26,18 +27,32 @@ class Service:
 
     url: str
     _requests: IO[str]
-    _answers: IO[str]
+    _responses: IO[str]
+    _log: IO[str]
     _turn: threading.Lock = field(default_factory=threading.Lock)
 
-    def issue_token(self, account: str | None = None, *, expired: bool = False) -> str:
-        """A token for the account, or for a new one. Raises ValueError for a bad name."""
+    def issue_token(
+        self,
+        account: str | None = None,
+        *,
+        expired: bool = False,
+        fail: Sequence[str] = (),
+    ) -> str:
+        """A token for the account, or for a new one; its first requests fail so.
+
+        Raises ValueError for a bad name, or a failure that is not among the known ones.
+        """
+        request = {"account": account or "", "expired": expired, "fail": fail}
         with self._turn:
-            request = {"account": account or "", "expired": expired}
-            print(json.dumps(request), file=self._requests, flush=True)
-            answer = json.loads(self._answers.readline())
-        if "error" in answer:
-            raise ValueError(answer["error"])
-        return str(answer["token"])
+            with suppress(BrokenPipeError):
+                print(json.dumps(request), file=self._requests, flush=True)
+            response = self._responses.readline()
+        if not response:
+            explain("The service has ended", self._log)
+        given = json.loads(response)
+        if "error" in given:
+            raise ValueError(given["error"])
+        return str(given["token"])
 
 
 @dataclass(frozen=True)
@@ -52,11 +67,16 @@ class Caller:
         return {"Authorization": f"Bearer {self.token}"}
 
 
+def explain(failure: str, log: IO[str]) -> NoReturn:
+    log.seek(0)
+    pytest.fail(f"{failure}: {log.read()}", pytrace=False)
+
+
 @pytest.fixture(scope="session")
 def gardening_service() -> Iterator[Service]:
-    """The service, for the session: `url` and `issue_token(account=None, expired=False)`."""
+    """The service: `url` and `issue_token(account=None, expired=False, fail=[])`."""
     with (
-        tempfile.TemporaryFile("w+") as log,
+        tempfile.TemporaryFile("a+") as log,
         subprocess.Popen(
             COMMAND,
             stdin=subprocess.PIPE,
@@ -69,9 +89,12 @@ def gardening_service() -> Iterator[Service]:
         assert command.stdin and command.stdout
         ready = command.stdout.readline()
         if not ready:
-            log.seek(0)
-            pytest.fail(f"The service did not start: {log.read()}", pytrace=False)
-        yield Service(json.loads(ready)["url"], command.stdin, command.stdout)
+            explain("The service did not start", log)
+        yield Service(json.loads(ready)["url"], command.stdin, command.stdout, log)
+        ended = command.poll() is not None
+        command.communicate()  # closes its input, which ends it
+        if ended or command.returncode:
+            explain("The service has ended", log)
 
 
 @pytest.fixture

@@ -1,16 +1,21 @@
-"""The command gardening-test-service: the real service, for the tests of any program.
+"""Runs the Gardening Project Service for tests; when it ends, its data are gone.
 
-It knows gunicorn's command line and how tokens are issued, but nothing of HTTP or SQL.
-Three processes: the command itself reads and answers lines; a keeper, its child, outlives
-it whatever ends it and clears up; gunicorn, the keeper's child, serves.
+Prints {"url": ..., "token": ...} on a line once the service responds. For each line of
+input, prints {"token": ...} for the account named there, or for a new one if the line is
+empty; {"account": "ann", "expired": true} asks for a token that has expired, and
+{"account": "ann", "fail": ["lost", "429"]} for one whose first requests fail so. If
+there can be no such token, prints {"error": ...}. Ends with its input, or on SIGTERM or
+SIGINT; an input that is no pipe, socket or terminal, like /dev/null, never ends it.
 """
 
+# Three processes: the command, of which the text above is the help, reads and prints
+# lines; gunicorn, its child, serves; a keeper, another child, outlives the command,
+# whatever ends that, and clears up. None knows anything of HTTP or SQL.
+
 import argparse
-import http.client
 import json
 import os
 import secrets
-import select
 import shutil
 import signal
 import socket
@@ -18,174 +23,157 @@ import stat
 import subprocess
 import sys
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
-from types import FrameType
+from typing import Any, NoReturn
 
 HERE = Path(__file__).resolve().parent
 SETTINGS = ("FLASK_", "GARDENING_", "GUNICORN_", "PYTHON", "WEB_CONCURRENCY")
-START_TIMEOUT = 30  # seconds
-HELP = """\
-usage: gardening-test-service [--bind HOST:PORT]
-
-Runs the Gardening Project Service for tests; when it ends, its data are gone.
-Prints {"url": ..., "token": ...} on a line once the service answers. For each line of
-input, prints {"token": ...} for the account named there, or for a new one if the line is
-empty; {"account": "ann", "expired": true} asks for a token that has expired. A name
-that cannot be an account gets {"error": ...}. Ends with its input, or on SIGTERM or
-SIGINT; an input that is no pipe, socket or terminal, like /dev/null, never ends it.
-"""
+GUNICORN = """gunicorn failures:create_app() --workers=1 --threads=8
+    --log-level=warning --access-logfile=/dev/null"""
+REQUEST = {"account": "", "expired": False, "fail": []}  # what is not given
+START_TIMEOUT = 60  # seconds
 
 
 def main() -> None:
     sys.path.insert(0, str(HERE))  # the service's modules import one another from there
-    parser = argparse.ArgumentParser("gardening-test-service", usage=argparse.SUPPRESS)
-    parser.add_argument("--bind", type=listen, default="127.0.0.1:0")
-    parser.format_help = lambda: HELP  # type: ignore[method-assign]
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, end)
-    # Opens 0 to 2, so that no socket takes the number of a closed stream.
-    while os.open(os.devnull, os.O_RDWR) < 3:
-        pass
-    options = parser.parse_args()
-    memory = "/dev/shm"  # where no write waits for a disk; TMPDIR overrides it
-    # Not tempfile.gettempdir(): it probes with a file, which a kill would leave behind.
-    default = memory if os.access(memory, os.W_OK) else "/tmp"
-    place = os.environ.get("TMPDIR") or default
-    folder = os.path.join(place, f"gardening-{secrets.token_hex(8)}")
-    database = os.path.join(folder, "gardening.db")
-    with options.bind as listener:
-        host, port = listener.getsockname()
-        keeper, lifeline = start_keeper(folder, database, listener)
+    parser = argparse.ArgumentParser(
+        "gardening-test-service",
+        usage=argparse.SUPPRESS,  # so that an error is one line
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--bind", metavar="HOST:PORT", default="127.0.0.1:0")
+    bind = parser.parse_args().bind
+    for _ in range(3):  # so that no socket takes the number of a stream that is closed
+        os.open(os.devnull, os.O_RDWR)
+    host, _, port = bind.rpartition(":")
     try:
-        signal.signal(signal.SIGCHLD, end)
-        import_module("auth")  # which takes a while, as gunicorn's start does
-        wait_until_ready(host, port)
-        serve_tokens(f"http://{host}:{port}", database)
+        listener = socket.create_server((host, int(port)))
+    except OSError as error:
+        parser.error(f"{bind}: {error.strerror}")
+    except (OverflowError, ValueError):
+        parser.error(f"{bind} is not HOST:PORT")
+    memory = "/dev/shm"  # where no write waits for a disk
+    default = memory if os.access(memory, os.W_OK) else "/tmp"
+    # Not tempfile.gettempdir(): it probes with a file, which a kill would leave behind.
+    place = os.path.abspath(os.environ.get("TMPDIR") or default)
+    run(listener, os.path.join(place, f"gardening-{secrets.token_hex(8)}"))
+
+
+def run(listener: socket.socket, folder: str) -> None:
+    """Serve until the input ends or a signal comes, with all data in this new folder."""
+    from store import SQLiteStore, Unavailable
+
+    ended, lifeline = os.pipe()
+    stopped, running = os.pipe()
+    if not (keeper := os.fork()):
+        os.close(lifeline)
+        os.close(running)
+        keep(folder, ended, stopped)
+    os.close(ended)
+    gunicorn = 0
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+            signal.signal(number, end)
+        os.mkdir(folder, 0o700)
+        database = os.path.join(folder, "gardening.db")
+        store = SQLiteStore(database)  # so gunicorn.conf.py need not check it
+        # As gunicorn does for a socket of its own.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        options = [f"--bind=fd://{listener.fileno()}", f"--worker-tmp-dir={folder}"]
+        theirs = os.environ.items()
+        environment = {k: v for k, v in theirs if not k.startswith(SETTINGS)}
+        gunicorn = subprocess.Popen(
+            [sys.executable, "-m", *GUNICORN.split(), *options],
+            cwd=HERE,
+            env=environment | {"FLASK_DATABASE": database, "TMPDIR": folder},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[listener.fileno(), running],
+            start_new_session=True,
+            # Before it serves, so that the keeper can end it, whoever is killed when.
+            preexec_fn=lambda: os.write(lifeline, b"%d" % os.getpid()),  # noqa: PLW1509
+        ).pid
+        os.close(running)
+        serve_tokens(listener, store, folder)
+    except (OSError, Unavailable) as error:
+        sys.exit(str(error))
     finally:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.close(lifeline)
-        os.waitpid(keeper, 0)
+        if os.waitpid(keeper, 0)[1]:  # somebody has killed it
+            clear_up(folder, gunicorn, stopped)
 
 
-def listen(address: str) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    try:
-        return socket.create_server((host, int(port)))
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{address}: {error.strerror}") from error
-    except (OverflowError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"{address} is not HOST:PORT") from error
-
-
-def end(number: int, _: FrameType | None) -> None:
-    """End as asked; or because the keeper has ended, after gunicorn said why."""
+def end(number: int, _: object) -> NoReturn:
+    """End as asked; or because gunicorn, which has said why, or the keeper has ended."""
     sys.exit("The service has ended." if number == signal.SIGCHLD else 0)
 
 
-def start_keeper(
-    folder: str, database: str, listener: socket.socket
-) -> tuple[int, int]:
-    """Fork the keeper; it ends the service when nobody holds the pipe any more.
-
-    Returns its process id, and the end of the pipe to hold.
-    """
-    ended, lifeline = os.pipe()
-    if keeper := os.fork():
-        os.close(ended)
-        return keeper, lifeline
+def keep(folder: str, ended: int, stopped: int) -> NoReturn:
+    """Clear up once nobody holds the lifeline, on which gunicorn sends its process id."""
     try:
-        os.close(lifeline)
         os.setsid()  # Ctrl-C is for the command alone
         for number in (signal.SIGTERM, signal.SIGINT):  # from pkill, to both
             signal.signal(number, signal.SIG_IGN)
-        os.mkdir(folder, 0o700)
-        null = os.open(os.devnull, os.O_RDWR)
-        os.dup2(null, 0)
-        os.dup2(null, 1)  # or a reader of the output would wait for gunicorn, too
-        stopped, running = os.pipe()
-        # As gunicorn does for a socket of its own.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        theirs = os.environ.items()
-        environment = {k: v for k, v in theirs if not k.startswith(SETTINGS)}
-        bind = f"--bind=fd://{listener.fileno()}"
-        options = [
-            "--workers=1",
-            "--threads=8",
-            "--log-level=warning",
-            f"--access-logfile={os.devnull}",
-            f"--worker-tmp-dir={folder}",
-        ]
-        gunicorn = subprocess.Popen(
-            [sys.executable, "-m", "gunicorn", bind, *options],
-            cwd=HERE,
-            env=environment | {"FLASK_DATABASE": database, "TMPDIR": folder},
-            pass_fds=[listener.fileno(), running],
-            start_new_session=True,
-        )
-        os.close(running)
-        select.select([ended, stopped], [], [])
-        with suppress(ProcessLookupError):
-            os.killpg(gunicorn.pid, signal.SIGKILL)
-        gunicorn.wait()
-        os.read(stopped, 1)  # until the workers, too, have stopped writing
-        shutil.rmtree(folder)
-    except OSError as error:
-        print(error, file=sys.stderr)
+        with open(ended) as lifeline:
+            gunicorn = lifeline.read()
+        clear_up(folder, int(gunicorn or 0), stopped)
     finally:
         os._exit(0)
 
 
-def wait_until_ready(host: str, port: int) -> None:
-    try:
-        connection = http.client.HTTPConnection(host, port, timeout=START_TIMEOUT)
-        connection.request("GET", "/api/v1/hello-service")
-        connection.getresponse()
-        connection.close()
-    except (OSError, http.client.HTTPException):
-        sys.exit("The service did not start.")
+def clear_up(folder: str, gunicorn: int, stopped: int) -> None:
+    if gunicorn:
+        with suppress(OSError):  # it has ended
+            os.killpg(gunicorn, signal.SIGKILL)
+    os.read(stopped, 1)  # until the workers, too, have stopped writing
+    shutil.rmtree(folder, ignore_errors=True)
 
 
-def serve_tokens(url: str, database: str) -> None:
+def serve_tokens(listener: socket.socket, store: Any, folder: str) -> None:
     """Print the address and a token, then a token for each line of the input."""
+    import click  # INTERIM
+
     from auth import issue_token
-    from store import SQLite, Store
+    from failures import write_plan
+    from store import Unavailable
 
-    store = Store(SQLite(database))
-
-    def answer(line: str) -> dict[str, str]:
+    def respond(line: str) -> dict[str, str]:
         try:
-            account, days = parse(line)
-            return {
-                "token": issue_token(store, account or secrets.token_hex(), days).token
-            }
-        except ValueError as error:
+            given = json.loads(line) if line.startswith("{") else {"account": line}
+            match [*(REQUEST | given).values()]:
+                case str(account), bool(expired), [*plan]:
+                    days = 0 if expired else None
+                    token = issue_token(store, account or secrets.token_hex(), days)
+                    if plan:
+                        write_plan(folder, token, plan)
+                    return {"token": token}
+            raise ValueError(f"expected members such as {json.dumps(REQUEST)}")
+        except (
+            OSError,
+            RecursionError,
+            Unavailable,
+            ValueError,
+            click.UsageError,
+        ) as error:
             return {"error": str(error)}
 
-    print(json.dumps({"url": url} | answer("")), flush=True)
+    with listener:
+        host, port = listener.getsockname()
+    host = host.replace("0.0.0.0", "127.0.0.1")
+    with socket.create_connection((host, port), START_TIMEOUT) as connection:
+        connection.sendall(b"GET /api/v1/hello-service HTTP/1.0\r\n\r\n")
+        if not connection.recv(1):
+            sys.exit("The service did not start.")
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader that goes away ends it
+    print(json.dumps({"url": f"http://{host}:{port}"} | respond("")), flush=True)
     with open(0, encoding="utf-8", errors="surrogateescape", closefd=False) as lines:
         for line in lines:
-            print(json.dumps(answer(line.rstrip("\n"))), flush=True)
-    while not can_end(0):
-        signal.pause()
-
-
-def parse(line: str) -> tuple[str, int | None]:
-    """The account, and the days for which the token is valid. Raises ValueError."""
-    if not line.startswith("{"):
-        return line, None
-    with suppress(ValueError, RecursionError):  # of json, for bad input
-        match {"account": "", "expired": False} | json.loads(line):
-            case {"account": str(account), "expired": bool(expired), **other}:
-                if not other:
-                    return account, 0 if expired else None
-    raise ValueError('expected {"account": "NAME", "expired": true}')
-
-
-def can_end(file: int) -> bool:
-    """Whether the end of this input means something: not of /dev/null, or of a file."""
-    mode = os.fstat(file).st_mode
-    return os.isatty(file) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
+            print(json.dumps(respond(line.rstrip("\n"))), flush=True)
+    mode = os.fstat(0).st_mode
+    if not (os.isatty(0) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
+        signal.pause()  # the end of /dev/null, or of a file, means nothing
 
 
 if __name__ == "__main__":
