@@ -20,11 +20,11 @@ from flask import Response, request
 from auth import digest
 from store import OutcomeUnknown, Unavailable
 
-NO_ANSWER = "No answer: read before you repeat a write."
+UNANSWERED = "The service sent no response{}: read before you repeat a write."
 PROXY = {  # Retry-After in seconds, and the detail
     "429": (1, "Send fewer requests per second."),
-    "502": (5, NO_ANSWER),
-    "504": (5, NO_ANSWER),
+    "502": (5, UNANSWERED.format("")),
+    "504": (5, UNANSWERED.format(" in time")),
 }
 OTHERS = ["401", "500", "503", "503-unknown", "dropped", "lost", "none", "slow"]
 FAILURES = sorted([*PROXY, *OTHERS])

@@ -94,13 +94,13 @@ def run(listener: socket.socket, folder: str) -> None:
             # Before it serves, so that the keeper can end it, whoever is killed when.
             preexec_fn=lambda: os.write(lifeline, b"%d" % os.getpid()),  # noqa: PLW1509
         ).pid
-        os.close(running)
         serve_tokens(listener, store, folder)
     except (OSError, Unavailable) as error:
         sys.exit(str(error))
     finally:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.close(lifeline)
+        os.close(running)
         if os.waitpid(keeper, 0)[1]:  # somebody has killed it
             clear_up(folder, gunicorn, stopped)
 

@@ -1,26 +1,22 @@
 """The command gardening-test-service, as a program in any language uses it."""
 
+import http.client
 import json
 import os
-import select
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
-import urllib.error
-import urllib.request
 import uuid
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from running import PROJECTS, ROOT, Client
+from outside import HOSTILE, call, connect, copy_broken, left, marked, refuses
+from running import LIMIT, PROJECTS, ROOT, Client, run, wait_for
 
 COMMAND = [sys.executable, str(ROOT / "testservice.py")]
-LIMIT = 60  # seconds, for what takes less than one
 AT_TERMINAL = "import os, sys; os.login_tty(0); os.execv(sys.argv[1], sys.argv[1:])"
 AS_PARENT = "import subprocess, sys; subprocess.run(sys.argv[1:], stdin=-1, check=True)"
 FOREIGN = ("FLASK_", "GARDENING_", "GUNICORN_", "PYTHON", "WEB_CONCURRENCY")
@@ -48,69 +44,30 @@ class Service:
             if b"\0gunicorn\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
         ]
 
+    @property
+    def keeper(self):
+        """The process id of the command's child that is not gunicorn."""
+        [keeper] = {*marked(self.mark)} - {self.process.pid, *self.gunicorn}
+        return keeper
+
+    @property
+    def folder(self):
+        [folder] = self.place.iterdir()
+        return folder
+
     def errors(self):
-        """What it said on standard error; fails if, within a second, anything is left.
+        """What it said on standard error; fails if it does not end, or leaves anything.
 
         Each of its processes holds its standard error.
         """
         try:
-            output, errors = self.process.communicate(timeout=1)
+            output, errors = self.process.communicate(timeout=LIMIT)
         except subprocess.TimeoutExpired:
             pytest.fail(f"still there: {marked(self.mark)}")
         assert left(self.mark) == []
         assert list(self.place.iterdir()) == []
         assert output == ""
         return errors
-
-
-def marked(mark):
-    """The ids of the processes that have this mark in their environment."""
-    return sorted(
-        int(folder.name)
-        for folder in Path("/proc").glob("[1-9]*")
-        if mark.encode() in content(folder / "environ")
-    )
-
-
-def left(mark):
-    """Those that are still there after a second."""
-    deadline = time.monotonic() + 1
-    for pid in marked(mark):
-        with suppress(ProcessLookupError), open(os.pidfd_open(pid)) as process:
-            select.select([process], [], [], max(0, deadline - time.monotonic()))
-    return marked(mark)
-
-
-def content(file):
-    try:
-        return file.read_bytes()
-    except (FileNotFoundError, PermissionError, ProcessLookupError):
-        return b""
-
-
-def call(url, token, body=None, path=PROJECTS):
-    """Status, headers and content of the answer to a GET, or with a body to a POST."""
-    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-    request = urllib.request.Request(url + path, body, headers)
-    try:
-        answer = urllib.request.urlopen(request, timeout=LIMIT)
-    except urllib.error.HTTPError as error:
-        answer = error
-    with answer:
-        return answer.status, answer.headers, json.load(answer)
-
-
-def refuses(url):
-    """Whether the port is closed within a second, if need be."""
-    host, port = url.removeprefix("http://").split(":")
-    with suppress(ConnectionRefusedError):
-        while True:  # each turn ends when whoever still listens does
-            with (
-                socket.create_connection((host, port), timeout=1) as connection,
-                suppress(ConnectionResetError),
-            ):
-                connection.recv(1)
-    return True
 
 
 @pytest.fixture
@@ -158,8 +115,8 @@ def test_input_and_output_are_lines_of_json(service):
         assert list(answer) == ["token"]
         tokens.append(answer["token"])
     for token in tokens:
-        assert call(ready["url"], token, b"{}")[0] == 201
-    lists = [call(ready["url"], token)[2] for token in tokens]
+        assert call(ready["url"], token, "POST", {})[0] == 201
+    lists = [call(ready["url"], token)[1] for token in tokens]
     assert [len(projects) for projects in lists] == [1, 3, 1, 3, 3, 1, 1]
     assert lists[1] == lists[3] == lists[4]
 
@@ -205,11 +162,12 @@ def test_line_that_is_not_utf8_is_answered_with_an_error(start, errors):
 def test_expired_token_is_refused_as_such(service):
     url = service.read()["url"]
     token = service.ask('{"account": "ann", "expired": true}')["token"]
-    status, headers, _ = call(url, token)
+    with connect(url, token) as client:
+        status, headers, _ = client.ask("GET", PROJECTS)
     assert status == 401
     assert 'error="invalid_token"' in headers["WWW-Authenticate"]
     valid = service.ask('{"account": "ann", "expired": false}')["token"]
-    assert call(url, valid)[0] == 200
+    assert call(url, valid) == (200, [])
 
 
 def test_service_announces_that_it_closes_on_an_unread_body(service):
@@ -238,7 +196,7 @@ def test_signal_ends_it(start, command, name):
     with start(command=command) as service:
         url = service.read()["url"]
         service.process.send_signal(signal.Signals[name])
-        assert service.process.wait(timeout=1) == 0
+        assert service.process.wait(LIMIT) == 0
         assert service.errors() == ""
         assert refuses(url)
 
@@ -250,7 +208,7 @@ def test_signal_to_each_of_its_processes_ends_it(start):
         for pid in marked(service.mark):
             with suppress(ProcessLookupError):  # it ended with one before
                 os.kill(pid, signal.SIGTERM)
-        service.process.wait(timeout=1)
+        service.process.wait(LIMIT)
         service.errors()
         assert refuses(url)
 
@@ -286,9 +244,9 @@ def test_other_input_does_not_end_it(start, tmp_path, name):
             assert [list(service.read()) for _ in range(2)] == [["token"], ["token"]]
         with pytest.raises(subprocess.TimeoutExpired):
             service.process.wait(timeout=0.3)
-        assert call(ready["url"], ready["token"])[0] == 200
+        assert call(**ready) == (200, [])
         service.process.terminate()
-        assert service.process.wait(timeout=1) == 0
+        assert service.process.wait(LIMIT) == 0
         assert service.errors() == ""
 
 
@@ -306,7 +264,7 @@ def test_key_ends_it_at_a_terminal(start, key):
         assert screen.readline() == b"ann\r\n"  # the echo
         assert list(json.loads(screen.readline())) == ["token"]
         os.write(ours, key)
-        assert service.process.wait(timeout=1) == 0
+        assert service.process.wait(LIMIT) == 0
         assert service.errors() == ""
         os.write(keyboard.fileno(), b"$\n")
         assert screen.readline() in (b"$\r\n", b"^C$\r\n")  # no traceback
@@ -321,18 +279,9 @@ def test_closed_terminal_ends_it(start):
     ):
         with open(ours, "rb", buffering=0) as screen:
             url = json.loads(screen.readline())["url"]
-        service.process.wait(timeout=1)
+        service.process.wait(LIMIT)
         assert service.errors() == ""
         assert refuses(url)
-
-
-HOSTILE = {
-    "FLASK_DATABASE": "/no/such/folder/theirs.db",
-    "FLASK_MAX_CONTENT_LENGTH": "1",
-    "GARDENING_BIND": "theirs",
-    "GUNICORN_CMD_ARGS": "--bind=theirs --workers=9",
-    "WEB_CONCURRENCY": "99",
-}
 
 
 def test_settings_of_the_caller_do_not_reach_the_service(start, tmp_path):
@@ -340,7 +289,7 @@ def test_settings_of_the_caller_do_not_reach_the_service(start, tmp_path):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('theirs')")
     with start(PYTHONPATH=str(tmp_path), PYTHONOPTIMIZE="2", **HOSTILE) as service:
         ready = service.read()
-        assert call(ready["url"], ready["token"], b'{"name": "Park"}')[0] == 201
+        assert call(**ready, method="POST", body={"name": "Park"})[0] == 201
         assert len(service.gunicorn) == 2
         for pid in service.gunicorn:
             environment = dict(
@@ -348,41 +297,29 @@ def test_settings_of_the_caller_do_not_reach_the_service(start, tmp_path):
                 for line in Path(f"/proc/{pid}/environ").read_text().split("\0")[:-1]
             )
             found = {k: v for k, v in environment.items() if k.startswith(FOREIGN)}
-            [folder] = service.place.iterdir()
-            assert found == {"FLASK_DATABASE": str(folder / "gardening.db")}
+            assert found == {"FLASK_DATABASE": str(service.folder / "gardening.db")}
         assert service.errors() == ""
 
 
 def test_two_run_side_by_side(start):
     with start() as one, start() as other:
         ready, others = one.read(), other.read()
-        assert call(ready["url"], ready["token"])[0] == 200
+        assert call(**ready)[0] == 200
         assert call(ready["url"], others["token"])[0] == 401
         one.process.terminate()
-        assert one.process.wait(timeout=1) == 0
-        assert call(others["url"], others["token"])[0] == 200
-
-
-def run(*options):
-    """Status, output and errors of a command that ends by itself."""
-    ended = subprocess.run(
-        [*COMMAND, *options],
-        stdin=subprocess.DEVNULL,
-        text=True,
-        capture_output=True,
-        timeout=LIMIT,
-        check=False,
-    )
-    return ended.returncode, ended.stdout, ended.stderr
+        assert one.process.wait(LIMIT) == 0
+        assert call(**others)[0] == 200
 
 
 @pytest.mark.parametrize("option", ["-h", "--help"])
-def test_help_explains_it_in_ten_lines(option):
-    status, output, errors = run(option)
-    assert (status, errors) == (0, "")
-    assert len(output.splitlines()) <= 10
-    for word in ("--bind", "url", "token", "expired", "error", "SIGTERM", "/dev/null"):
-        assert word in output
+def test_help_explains_it_on_one_screen(option):
+    ended = run(*COMMAND, option, stdin=subprocess.DEVNULL)
+    assert ended.stderr == ""
+    assert len(ended.stdout.splitlines()) <= 16
+    for word in ("--bind HOST:PORT", "url", "token", "expired", "fail", "error"):
+        assert word in ended.stdout
+    for word in ("SIGTERM", "/dev/null"):
+        assert word in ended.stdout
 
 
 @pytest.mark.parametrize(
@@ -390,10 +327,10 @@ def test_help_explains_it_in_ten_lines(option):
     ["--port=1", "x", "--bind", *(f"--bind={x}" for x in ("x", "h:x", ":-1", "::1:0"))],
 )
 def test_wrong_option_is_one_line(option):
-    status, output, errors = run(option)
-    assert (status, output) == (2, "")
-    assert errors.startswith("gardening-test-service: error: ")
-    assert errors.count("\n") == 1
+    ended = run(*COMMAND, option, status=2, stdin=subprocess.DEVNULL)
+    assert ended.stdout == ""
+    assert ended.stderr.startswith("gardening-test-service: error: ")
+    assert ended.stderr.count("\n") == 1
 
 
 def test_bind_chooses_the_address_which_must_be_free(start):
@@ -409,31 +346,154 @@ def test_bind_chooses_the_address_which_must_be_free(start):
         assert service.read()["url"] == f"http://{address}"
 
 
-def copy_broken(folder):
-    """The service, with a module that cannot be imported."""
-    for file in [*ROOT.glob("*.py"), ROOT / "openapi.json"]:
-        shutil.copy(file, folder)
-    (folder / "schemas.py").write_text("raise RuntimeError('no soil')")
+@pytest.mark.parametrize("host", ["0.0.0.0", ""])
+def test_address_that_it_prints_can_be_called(start, host):
+    with start("--bind", f"{host}:0") as service:
+        ready = service.read()
+        assert ready["url"].startswith("http://127.0.0.1:")
+        assert call(**ready) == (200, [])
 
 
 def test_service_that_does_not_start_says_why(start, tmp_path):
     copy_broken(tmp_path)
     command = [sys.executable, str(tmp_path / "testservice.py")]
     with start(command=command, stdin=subprocess.DEVNULL) as service:
-        assert service.process.wait(timeout=LIMIT) == 1
+        assert service.process.wait(LIMIT) == 1
         assert "RuntimeError: no soil" in service.errors()
 
 
 def test_missing_folder_for_its_data_is_named(start, tmp_path):
     with start(TMPDIR=str(tmp_path / "missing")) as service:
-        assert service.process.wait(timeout=LIMIT) == 1
-        assert str(tmp_path / "missing") in service.errors()
+        [line] = service.errors().splitlines()
+        assert service.process.returncode == 1
+        assert str(tmp_path / "missing") in line
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
 def test_service_that_somebody_ends_ends_the_command(service, name):
     url = service.read()["url"]
     os.kill(service.gunicorn[0], signal.Signals[name])
-    assert service.process.wait(timeout=LIMIT) == 1
+    assert service.process.wait(LIMIT) == 1
     assert "The service has ended." in service.errors()
     assert refuses(url)
+
+
+def test_kill_of_its_keeper_ends_it(service):
+    url = service.read()["url"]
+    os.kill(service.keeper, signal.SIGKILL)
+    assert "The service has ended." in service.errors()
+    assert service.process.returncode == 1
+    assert refuses(url)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_kill_of_its_keeper_while_it_starts_leaves_nothing(start, count):
+    with start() as service:
+        wait_for(lambda: len(marked(service.mark)) >= count)
+        children = f"/proc/{service.process.pid}/task/{service.process.pid}/children"
+        os.kill(int(Path(children).read_text().split()[0]), signal.SIGKILL)
+        service.errors()
+        assert service.process.returncode == 1
+
+
+def test_nobody_else_may_look_into_its_folder(service):
+    service.read()
+    assert service.folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_folder_for_its_data_can_be_relative(start, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with start(TMPDIR="place") as service:
+        assert call(**service.read(), method="POST", body={})[0] == 201
+        assert {file.name for file in service.folder.glob("*.db")} == {"gardening.db"}
+        service.process.terminate()
+        assert service.errors() == ""
+
+
+@pytest.fixture
+def small_disk(start, tmp_path):
+    """The place for the service's folder, of a MiB."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path / "place"]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("no right to mount a small disk")
+    yield tmp_path / "place"
+    run("umount", "--lazy", tmp_path / "place")
+
+
+def fill(disk):
+    with suppress(OSError), open(disk / "filler", "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(512))
+
+
+def test_full_folder_at_the_start_is_one_line(small_disk, start):
+    fill(small_disk)
+    with start() as service:
+        _, errors = service.process.communicate(timeout=LIMIT)
+        assert service.process.returncode == 1
+        assert errors.count("\n") == 1
+        assert str(small_disk) in errors
+        assert [file.name for file in small_disk.iterdir()] == ["filler"]
+
+
+@pytest.mark.parametrize("line", ["", '{"fail": ["lost"]}'])
+def test_full_folder_is_an_error_until_there_is_room(small_disk, start, line):
+    with start() as service:
+        service.read()
+        fill(small_disk)
+        while list(answer := service.ask(line)) == ["token"]:
+            pass
+        assert list(answer) == ["error"]
+        (small_disk / "filler").unlink()
+        assert list(service.ask(line)) == ["token"]
+        service.process.stdin.close()
+        assert service.process.wait(LIMIT) == 0
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_reader_that_goes_away_ends_it_without_a_word(start, ready):
+    with start() as service:
+        if ready:
+            service.read()
+        service.process.stdout.close()
+        if ready:
+            print("ann", file=service.process.stdin, flush=True)
+        errors = service.process.stderr.read()
+        service.process.wait(LIMIT)
+        assert errors == ""
+        assert left(service.mark) == []
+        assert list(service.place.iterdir()) == []
+
+
+def test_database_is_not_checked_by_a_process_of_its_own(start):
+    """Which would cost a third of the start."""
+    with start() as service:
+        commands = set()
+
+        def is_ready():
+            for pid in marked(service.mark):
+                with suppress(OSError):
+                    commands.add(Path(f"/proc/{pid}/cmdline").read_bytes())
+            return len(marked(service.mark)) == 4
+
+        wait_for(is_ready)
+        service.read()
+        assert not [command for command in commands if b"\0flask\0" in command]
+
+
+def test_real_failures_are_in_its_log(service):
+    ready = service.read()
+    plan = '{"fail": ["500", "503", "503-unknown", "401", "lost", "dropped", "429"]}'
+    kind = {"Content_Type": "application/json"}
+    with connect(ready["url"], service.ask(plan)["token"]) as client:
+        for status in (500, 503, 503, 401):
+            assert client.fetch("POST", PROJECTS, "{}", **kind)[0] == status
+        for _ in range(2):
+            with pytest.raises(http.client.RemoteDisconnected):
+                client.fetch("POST", PROJECTS, "{}", **kind)
+        assert client.fetch("POST", PROJECTS, "{}", **kind)[0] == 429
+    service.process.terminate()
+    errors = service.errors()
+    assert errors.count("Traceback (most recent call last)") == 1
+    assert errors.count("RuntimeError: planned for this token") == 1
+    assert errors.count("Database unavailable: planned for this token") == 2

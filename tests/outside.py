@@ -1,0 +1,82 @@
+"""The test service as its users have it: a command among theirs, and what it leaves."""
+
+import os
+import select
+import shutil
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from running import LIMIT, PROJECTS, ROOT, Client
+
+HOSTILE = {  # settings of a user, which are not for the service
+    "FLASK_DATABASE": "/no/such/folder/theirs.db",
+    "FLASK_MAX_CONTENT_LENGTH": "1",
+    "GARDENING_BIND": "theirs",
+    "GUNICORN_CMD_ARGS": "--bind=theirs --workers=9",
+    "WEB_CONCURRENCY": "99",
+}
+
+
+def connect(url, token):
+    """A client of the service at this address."""
+    return Client(int(url.rpartition(":")[2]), token)
+
+
+def call(url, token, method="GET", body=None):
+    """Status and JSON of the response of the account's Projects."""
+    with connect(url, token) as client:
+        return client.call(method, PROJECTS, body)
+
+
+def copy(folder):
+    """The service, as a clone has it."""
+    for file in [*ROOT.glob("*.py"), ROOT / "openapi.json"]:
+        shutil.copy(file, folder)
+
+
+def copy_broken(folder):
+    """The service, with a module that cannot be imported."""
+    copy(folder)
+    (folder / "schemas.py").write_text("raise RuntimeError('no soil')")
+
+
+def marked(mark):
+    """The ids of the processes that have this mark in their environment."""
+    return sorted(
+        int(folder.name)
+        for folder in Path("/proc").glob("[1-9]*")
+        if mark.encode() in content(folder / "environ")
+    )
+
+
+def left(mark):
+    """Those that do not end."""
+    deadline = time.monotonic() + LIMIT
+    for pid in marked(mark):
+        with suppress(ProcessLookupError), open(os.pidfd_open(pid)) as process:
+            select.select([process], [], [], max(0, deadline - time.monotonic()))
+    return marked(mark)
+
+
+def content(file):
+    try:
+        return file.read_bytes()
+    except (FileNotFoundError, PermissionError, ProcessLookupError):
+        return b""
+
+
+def refuses(url):
+    """Whether the port is closed, as soon as whoever still listens has ended."""
+    host, port = url.removeprefix("http://").split(":")
+    deadline = time.monotonic() + LIMIT
+    with suppress(ConnectionRefusedError):
+        while time.monotonic() < deadline:
+            with (
+                socket.create_connection((host, port), timeout=LIMIT) as connection,
+                suppress(ConnectionResetError),
+            ):
+                connection.recv(1)
+        return False
+    return True
