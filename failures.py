@@ -84,7 +84,7 @@ def refusal(failure: str) -> Response:
     (seconds, detail), status = PROXY[failure], HTTPStatus(int(failure))
     problem = {"type": "about:blank", "title": status.phrase, "status": status}
     body = json.dumps(problem | {"detail": detail})
-    response = Response(body, f"{failure} {status.phrase}")
+    response = Response(body, status)
     response.content_type = "application/problem+json"
     response.headers.update({"Cache-Control": "no-store", "Retry-After": seconds})
     return response

@@ -31,6 +31,7 @@ SETTINGS = ("FLASK_", "GARDENING_", "GUNICORN_", "PYTHON", "WEB_CONCURRENCY")
 GUNICORN = """gunicorn failures:create_app() --workers=1 --threads=8
     --log-level=warning --access-logfile=/dev/null"""
 REQUEST = {"account": "", "expired": False, "fail": []}  # what is not given
+SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGCHLD]
 START_TIMEOUT = 60  # seconds
 
 
@@ -62,22 +63,27 @@ def main() -> None:
 
 def run(listener: socket.socket, folder: str) -> None:
     """Serve until the input ends or a signal comes, with all data in this new folder."""
-    from store import SQLiteStore, Unavailable
+    from store import SQLite, Store, Unavailable
 
+    # Until the keeper is there and gunicorn's process is known, for whoever clears up.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     ended, lifeline = os.pipe()
     stopped, running = os.pipe()
     if not (keeper := os.fork()):
         os.close(lifeline)
         os.close(running)
         keep(folder, ended, stopped)
-    os.close(ended)
+
+    def announce() -> None:
+        """In gunicorn's process, before it is gunicorn."""
+        os.write(lifeline, b"%d" % os.getpid())
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
     gunicorn = 0
     try:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
-            signal.signal(number, end)
         os.mkdir(folder, 0o700)
         database = os.path.join(folder, "gardening.db")
-        store = SQLiteStore(database)  # so gunicorn.conf.py need not check it
+        store = Store(SQLite(database))  # so gunicorn.conf.py need not check it
         # As gunicorn does for a socket of its own.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         options = [f"--bind=fd://{listener.fileno()}", f"--worker-tmp-dir={folder}"]
@@ -91,9 +97,11 @@ def run(listener: socket.socket, folder: str) -> None:
             stdout=subprocess.DEVNULL,
             pass_fds=[listener.fileno(), running],
             start_new_session=True,
-            # Before it serves, so that the keeper can end it, whoever is killed when.
-            preexec_fn=lambda: os.write(lifeline, b"%d" % os.getpid()),  # noqa: PLW1509
+            preexec_fn=announce,  # noqa: PLW1509  no thread is running
         ).pid
+        for number in SIGNALS:
+            signal.signal(number, end)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         serve_tokens(listener, store, folder)
     except (OSError, Unavailable) as error:
         sys.exit(str(error))
@@ -114,13 +122,12 @@ def keep(folder: str, ended: int, stopped: int) -> NoReturn:
     """Clear up once nobody holds the lifeline, on which gunicorn sends its process id."""
     try:
         os.setsid()  # Ctrl-C is for the command alone
-        for number in (signal.SIGTERM, signal.SIGINT):  # from pkill, to both
-            signal.signal(number, signal.SIG_IGN)
         with open(ended) as lifeline:
             gunicorn = lifeline.read()
         clear_up(folder, int(gunicorn or 0), stopped)
-    finally:
         os._exit(0)
+    finally:
+        os._exit(1)
 
 
 def clear_up(folder: str, gunicorn: int, stopped: int) -> None:
@@ -133,8 +140,6 @@ def clear_up(folder: str, gunicorn: int, stopped: int) -> None:
 
 def serve_tokens(listener: socket.socket, store: Any, folder: str) -> None:
     """Print the address and a token, then a token for each line of the input."""
-    import click  # INTERIM
-
     from auth import issue_token
     from failures import write_plan
     from store import Unavailable
@@ -150,13 +155,7 @@ def serve_tokens(listener: socket.socket, store: Any, folder: str) -> None:
                         write_plan(folder, token, plan)
                     return {"token": token}
             raise ValueError(f"expected members such as {json.dumps(REQUEST)}")
-        except (
-            OSError,
-            RecursionError,
-            Unavailable,
-            ValueError,
-            click.UsageError,
-        ) as error:
+        except (OSError, RecursionError, Unavailable, ValueError) as error:
             return {"error": str(error)}
 
     with listener:

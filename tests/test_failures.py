@@ -1,0 +1,258 @@
+"""What a token's plan makes of its requests, beside the responses that are really such."""
+
+import http.client
+import json
+import os
+import socket
+import sqlite3
+import time
+from collections import Counter
+from contextlib import closing
+
+import pytest
+from outside import connect
+from running import (
+    LIMIT,
+    PROJECTS,
+    Client,
+    TLSClient,
+    at_once,
+    gunicorn,
+    needs,
+)
+
+JSON = {"Content_Type": "application/json"}
+MADE = {"none": 201, "503-unknown": 503, "504": 504, "lost": None, "slow": 201}
+NOT_MADE = {"401": 401, "429": 429, "500": 500, "502": 502, "503": 503, "dropped": None}
+ON_EVERY_RESPONSE = {"Date", "Server", "Strict-Transport-Security", "X-Request-Id"}
+
+
+@pytest.fixture
+def failing(gardening_service):
+    """A function: a client whose first requests fail so, and a good one of its account."""
+    clients = []
+
+    def failing(*failures):
+        account = os.urandom(8).hex()
+        for plan in (failures, []):
+            token = gardening_service.issue_token(account, fail=plan)
+            clients.append(connect(gardening_service.url, token))
+        return clients[-2:]
+
+    yield failing
+    for client in clients:
+        client.close()
+
+
+def status_of(client, method="POST", path=PROJECTS, body="{}", **headers):
+    """The status of the response; None where the connection closes without one."""
+    try:
+        return client.fetch(method, path, body, **JSON | headers)[0]
+    except http.client.RemoteDisconnected:
+        return None
+
+
+@pytest.mark.parametrize("failure", [*MADE, *NOT_MADE])
+def test_first_request_fails_so_and_the_next_works(failing, failure):
+    client, other = failing(failure)
+    assert status_of(client) == (MADE | NOT_MADE)[failure]
+    assert len(other.call("GET", PROJECTS)[1]) == (failure in MADE)
+    assert client.call("POST", PROJECTS, {})[0] == 201
+    assert len(other.call("GET", PROJECTS)[1]) == 1 + (failure in MADE)
+
+
+@pytest.mark.parametrize("failure", ["lost", "503-unknown", "504"])
+def test_update_and_deletion_are_made_and_their_outcome_is_lost(failing, failure):
+    client, other = failing("none", failure, failure)
+    _, headers, _ = client.ask("POST", PROJECTS, {})
+    path = headers["Location"]
+    status = MADE[failure]
+    assert status_of(client, "PUT", path, '{"name": "Park"}') == status
+    assert other.call("GET", path)[1]["name"] == "Park"
+    assert status_of(client, "DELETE", path, None) == status
+    assert other.call("GET", path)[0] == 404
+
+
+def test_repeat_with_the_same_key_finds_the_one_project(failing):
+    failures = ["lost", "503-unknown", "504", "dropped", "502", "429"]
+    client, other = failing(*failures)
+    key = {"Idempotency_Key": "one"}
+    statuses = [status_of(client, **key) for _ in failures]
+    assert statuses == [None, 503, 504, None, 502, 429]
+    project = json.loads(client.fetch("POST", PROJECTS, "{}", **JSON, **key)[2])
+    assert other.call("GET", PROJECTS) == (200, [project])
+
+
+@pytest.mark.parametrize("word", ["GET", "HEAD"])
+def test_read_whose_outcome_cannot_be_unknown_gets_the_other_503(failing, word):
+    client, _ = failing("503", "503-unknown")
+    known, unknown = [client.fetch(word, PROJECTS) for _ in range(2)]
+    assert (known[0], known[2]) == (unknown[0], unknown[2])
+    assert known[0] == 503
+
+
+def test_refusal_is_lost_with_an_unknown_outcome(failing):
+    client, _ = failing("503-unknown", "none")
+    assert status_of(client, "DELETE", f"{PROJECTS}/x", None) == 503
+    assert status_of(client, "DELETE", f"{PROJECTS}/x", None) == 404
+
+
+@pytest.mark.parametrize("failure", ["401", "500", "503", "dropped", "502"])
+def test_every_call_that_needs_a_token_fails(failing, failure):
+    calls = [
+        ("PUT", "/api/v1/hello-service/auth", None),
+        ("GET", PROJECTS, None),
+        ("GET", f"{PROJECTS}/x", None),
+        ("PUT", f"{PROJECTS}/x", "{}"),
+        ("DELETE", f"{PROJECTS}/x", None),
+        ("POST", PROJECTS, "{"),
+    ]
+    client, _ = failing(*[failure] * len(calls))
+    for method, path, body in calls:
+        assert status_of(client, method, path, body) == NOT_MADE[failure]
+    assert status_of(client, "GET", PROJECTS, None) == 200
+
+
+def test_slow_response_takes_three_seconds(failing):
+    client, _ = failing("slow")
+    started = time.monotonic()
+    assert client.call("POST", PROJECTS, {"name": "Park"})[1]["name"] == "Park"
+    assert time.monotonic() - started >= 3
+
+
+@pytest.mark.parametrize("failure", ["dropped", "lost"])
+@pytest.mark.parametrize("size", [2, 60_000, 1_000_000])
+def test_connection_closes_without_a_byte(gardening_service, failure, size):
+    token = gardening_service.issue_token(fail=[failure])
+    port = int(gardening_service.url.rpartition(":")[2])
+    head = f"POST {PROJECTS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += f"Authorization: Bearer {token}\r\nContent-Length: {size}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", port), timeout=LIMIT) as connection:
+        try:
+            connection.sendall(head.encode() + b"{}".rjust(size))
+            assert connection.recv(1) == b""
+        except (BrokenPipeError, ConnectionResetError):
+            assert size == 1_000_000  # more than gunicorn takes before it closes
+
+
+def test_each_request_takes_one_failure_whatever_its_path(failing):
+    client, _ = failing("429", "502", "none", "504", "429")
+    paths = [PROJECTS, "/nowhere", "/api/v1/hello-service", "/openapi.json", PROJECTS]
+    statuses = [status_of(client, "GET", path, None) for path in paths]
+    assert statuses == [429, 502, 200, 504, 429]
+    assert status_of(client, "GET", PROJECTS, None) == 200
+
+
+def test_requests_at_the_same_time_lose_no_failure_and_double_none(gardening_service):
+    failures = ["429", "none", "502"] * 100
+    token = gardening_service.issue_token(fail=failures)
+    found = [[] for _ in range(8)]
+
+    def work(number):
+        with connect(gardening_service.url, token) as client:
+            for _ in range(50):
+                found[number].append(status_of(client, "GET", PROJECTS, None))
+
+    at_once(work)
+    statuses = Counter(status for each in found for status in each)
+    assert statuses == {429: 100, 502: 100, 200: 200}
+
+
+def test_plans_of_two_tokens_do_not_meet(gardening_service):
+    plans = [["429"] * 3, ["502"] * 3, []]
+    tokens = [gardening_service.issue_token("ann", fail=plan) for plan in plans]
+    clients = [connect(gardening_service.url, token) for token in tokens]
+    for _ in range(3):
+        statuses = [status_of(client, "GET", PROJECTS, None) for client in clients]
+        assert statuses == [429, 502, 200]
+    for client in clients:
+        assert status_of(client, "GET", PROJECTS, None) == 200
+        client.close()
+
+
+def test_expired_token_can_fail_too(gardening_service):
+    token = gardening_service.issue_token("ann", expired=True, fail=["429"])
+    with connect(gardening_service.url, token) as client:
+        statuses = [status_of(client, "GET", PROJECTS, None) for _ in range(2)]
+    assert statuses == [429, 401]
+
+
+@pytest.mark.parametrize("failure", ["", "5O3", "LOST", " lost", "none\nlost", 429, []])
+def test_unknown_failure_is_an_error_that_names_the_known_ones(
+    gardening_service, failure
+):
+    with pytest.raises(ValueError, match="is not one of") as raised:
+        gardening_service.issue_token(fail=["lost", failure])
+    assert repr(failure) in str(raised.value)
+    for known in [*MADE, *NOT_MADE]:
+        assert f"'{known}'" in str(raised.value)
+
+
+def settled(response):
+    """The status, the headers that are this response's own, and the content."""
+    status, headers, content = response
+    own = {k: v for k, v in headers.items() if k not in ON_EVERY_RESPONSE}
+    return status, own, content
+
+
+def test_401_is_that_of_an_unknown_token(failing, gardening_service):
+    client, _ = failing("401")
+    with connect(gardening_service.url, "unknown") as stranger:
+        expected = settled(stranger.ask("GET", PROJECTS))
+    assert settled(client.ask("GET", PROJECTS)) == expected
+    assert expected[0] == 401
+
+
+def overwrite(path):
+    with open(path, "r+b") as file:
+        file.write(b"x" * 4096)
+
+
+def drop_tokens(path):
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("DROP TABLE token")
+
+
+@pytest.mark.parametrize("failure, damage", [("500", drop_tokens), ("503", overwrite)])
+def test_5xx_is_that_of_a_damaged_database(
+    failing, environment, token, path, failure, damage
+):
+    client, _ = failing(failure)
+    with gunicorn(environment) as (_, port), Client(port, token) as real:
+        assert real.call("GET", "/api/v1/hello-service")[0] == 200
+        damage(path)
+        expected = settled(real.fetch("GET", PROJECTS))
+    assert settled(client.fetch("GET", PROJECTS)) == expected
+    assert expected[0] == int(failure)
+
+
+def test_503_of_an_unknown_outcome_says_so(failing):
+    client, _ = failing("503", "503-unknown")
+    known, unknown = [client.ask("POST", PROJECTS, {}) for _ in range(2)]
+    assert unknown[1]["Retry-After"] == known[1]["Retry-After"]
+    assert "nothing was changed" in json.loads(known[2])["detail"]
+    assert "may have been made" in json.loads(unknown[2])["detail"]
+
+
+BRIEF = {"proxy_http_version 1.1;": "proxy_http_version 1.1; proxy_read_timeout 1;"}
+NGINX = {"429": {"rate=50r/s": "rate=1r/m", "burst=100": "burst=1"}, "504": BRIEF}
+
+
+@needs("nginx")
+@pytest.mark.parametrize("method", ["POST", "HEAD"])
+@pytest.mark.parametrize("failure", ["429", "502", "504"])
+def test_refusal_is_that_of_nginx(failing, tmp_path, failure, method):
+    proxy = pytest.importorskip("nginx").proxy
+    client, _ = failing(failure)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        if failure == "504":
+            silent.listen()
+        with (
+            proxy(tmp_path, silent.getsockname()[1], NGINX.get(failure)) as nginx,
+            TLSClient(nginx.port, "x") as behind,
+        ):
+            responses = [behind.fetch(method, PROJECTS) for _ in range(3)]
+    expected = settled(responses[-1])
+    assert settled(client.fetch(method, PROJECTS)) == expected
+    assert expected[0] == int(failure)
