@@ -13,6 +13,7 @@ SIGINT; an input that is no pipe, socket or terminal, like /dev/null, never ends
 # whatever ends that, and clears up. None knows anything of HTTP or SQL.
 
 import argparse
+import ctypes
 import json
 import os
 import secrets
@@ -32,6 +33,7 @@ GUNICORN = """gunicorn failures:create_app() --workers=1 --threads=8
     --log-level=warning --access-logfile=/dev/null"""
 REQUEST = {"account": "", "expired": False, "fail": []}  # what is not given
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGCHLD]
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 START_TIMEOUT = 60  # seconds
 
 
@@ -74,9 +76,13 @@ def run(listener: socket.socket, folder: str) -> None:
         os.close(running)
         keep(folder, ended, stopped)
 
+    libc = ctypes.CDLL(None)
+
     def announce() -> None:
         """In gunicorn's process, before it is gunicorn."""
         os.write(lifeline, b"%d" % os.getpid())
+        with suppress(AttributeError):  # Linux has it, for who kills the keeper as well
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     gunicorn = 0

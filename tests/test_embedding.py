@@ -1,5 +1,6 @@
 """The service in other teams' tests: installed, in a project that is not ours."""
 
+import json
 import os
 import shutil
 import signal
@@ -8,11 +9,10 @@ import sys
 import uuid
 
 import pytest
-from running import ROOT, at_once
-from test_readme import blocks, needs
-from test_testservice import HOSTILE, LIMIT, call, copy_broken, left, refuses
+from outside import HOSTILE, call, connect, copy_broken, left, refuses
+from running import LIMIT, PROJECTS, ROOT, at_once, blocks, needs, run
 
-PAGE, HEADING = ROOT / "README.md", "Testing against it"
+PAGE = "docs/testing.md"
 OUR_NAMES = ("app", "auth", "schemas", "store", "testing", "testservice", "tests")
 
 THEIR_TESTS = """
@@ -62,19 +62,35 @@ def test_ends_early(url):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.killpg(0, signal.{})
 """
+KILLING_TESTS = """
+import os, signal
+
+def test_before(gardening):
+    pass
+
+def test_kill(gardening_service):
+    children = f"/proc/{os.getpid()}/task/{os.getpid()}/children"
+    for _ in range(int(os.environ["GENERATION"])):
+        with open(children) as file:
+            *_, victim = file.read().split()  # the last is the newest
+        children = f"/proc/{victim}/task/{victim}/children"
+    os.kill(int(victim), signal.SIGKILL)
+
+def test_after(gardening):
+    raise RuntimeError("reached")
+
+def test_at_last():
+    pass
+"""
 
 
-def install(source, folder, *options):
+def install(folder, *options):
     """A Python in this folder that has the service; the program to run."""
-    subprocess.run(
-        [sys.executable, "-m", "venv", "--without-pip", folder],
-        timeout=LIMIT,
-        check=True,
-    )
+    run(sys.executable, "-m", "venv", "--without-pip", folder)
     python = folder / "bin/python"
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
     subprocess.run(
-        [*pip, "--no-compile", *options], cwd=source, timeout=300, check=True
+        [*pip, "--no-compile", *options], cwd="/", timeout=10 * LIMIT, check=True
     )
     return python
 
@@ -90,20 +106,20 @@ def clone(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def python(clone, tmp_path_factory):
-    """A Python that has installed what the README says, and xdist."""
-    [command] = blocks(PAGE, HEADING)
+    """A Python that has installed what the page says, and xdist."""
+    [command] = blocks(PAGE, "pytest")
     *pip, package, requests = command.replace('"', "").split()
     assert [*pip, package] == ["pip", "install", "PATH[testing]"]
     package = package.replace("PATH", str(clone))
     folder = tmp_path_factory.mktemp("copied")
-    return install("/", folder, package, requests, "pytest-xdist")
+    return install(folder, package, requests, "pytest-xdist")
 
 
 @pytest.fixture(scope="session")
 def editable(clone, python, tmp_path_factory):
     """A Python that has the clone installed as editable, and the packages of the other."""
     folder = tmp_path_factory.mktemp("editable")
-    editable = install("/", folder, "--no-deps", "--editable", clone)
+    editable = install(folder, "--no-deps", "--editable", clone)
     packages, others = (
         next(home.glob("lib/python*/site-packages"))
         for home in (folder, python.parent.parent)
@@ -132,24 +148,11 @@ def environment(tmp_path_factory):
     assert list(place.glob("gardening-*")) == []
 
 
-def run(command, folder, environment, **options):
-    """The command when it has ended."""
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env=environment,
-        text=True,
-        capture_output=True,
-        timeout=LIMIT,
-        check=False,
-        **options,
-    )
-
-
 def run_their_tests(python, project, environment, *options):
     command = [python, "-m", "pytest", "-Werror", *options, project / "test_theirs.py"]
-    ended = run(command, "/", environment | {"PYTHONPATH": str(project)})
-    assert "6 passed" in ended.stdout, ended.stdout + ended.stderr
+    theirs = environment | {"PYTHONPATH": str(project)}
+    ended = run(*command, folder="/", environment=theirs)
+    assert "6 passed" in ended.stdout
 
 
 @pytest.mark.parametrize("options", [[], ["-n2"], ["-p", "no:cacheprovider"]], ids=str)
@@ -170,8 +173,13 @@ def test_nothing_is_left_when_a_run_is_ended(python, tmp_path, environment, name
     """SIGINT as from Ctrl-C: to every process of the run, which then clears up."""
     (tmp_path / "test_end.py").write_text(ENDING_TEST.format(name))
     command = [python, "-m", "pytest", "-q"]
-    ended = run(command, tmp_path, environment, start_new_session=True)
-    assert ended.returncode == {"SIGINT": 2, "SIGKILL": -signal.SIGKILL}[name]
+    run(
+        *command,
+        status={"SIGINT": 2, "SIGKILL": -signal.SIGKILL}[name],
+        folder=tmp_path,
+        environment=environment,
+        start_new_session=True,
+    )
     assert (tmp_path / "token").exists() == (name == "SIGINT")
     assert left(environment["MARK"]) == []
     assert refuses((tmp_path / "url").read_text())
@@ -179,7 +187,7 @@ def test_nothing_is_left_when_a_run_is_ended(python, tmp_path, environment, name
 
 def test_nothing_of_ours_is_at_the_top_of_their_packages(python):
     code = f"import importlib.util as u; print([u.find_spec(n) for n in {OUR_NAMES}])"
-    ended = run([python, "-c", code], "/", os.environ)
+    ended = run(python, "-c", code, folder="/")
     assert ended.stdout == f"{[None] * len(OUR_NAMES)}\n"
 
 
@@ -188,15 +196,32 @@ def test_fixture_of_a_service_that_does_not_start_says_why(tmp_path, environment
     (tmp_path / "test_it.py").write_text("def test_it(gardening): pass")
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     command = [sys.executable, "-m", "pytest", "-p", "testing"]
-    ended = run(command, tmp_path, environment)
-    assert ended.returncode == 1
+    ended = run(*command, status=1, folder=tmp_path, environment=environment)
     assert "The service did not start:" in ended.stdout
     assert "RuntimeError: no soil" in ended.stdout
 
 
+@pytest.mark.parametrize("generation", [1, 2], ids=["command", "gunicorn"])
+def test_end_of_the_service_is_told_at_the_next_call_and_at_the_end(
+    tmp_path, environment, generation
+):
+    (tmp_path / "test_it.py").write_text(KILLING_TESTS)
+    environment |= {"GENERATION": str(generation), "PYTHONPATH": str(ROOT)}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    command = [sys.executable, "-m", "pytest", "-Werror", "-p", "testing", tmp_path]
+    ended = run(*command, status=1, folder=tmp_path, environment=environment)
+    assert "3 passed, 2 errors" in ended.stdout
+    assert "ERROR at setup of test_after" in ended.stdout
+    assert "ERROR at teardown of test_at_last" in ended.stdout
+    assert ended.stdout.count("\nThe service has ended: ") == 2
+    assert ended.stdout.count("The service has ended.\n") == 2 * (generation - 1)
+    assert "BrokenPipeError" not in ended.stdout
+
+
 def test_fixture_issues_expired_tokens(gardening_service):
     token = gardening_service.issue_token("ann", expired=True)
-    status, headers, _ = call(gardening_service.url, token)
+    with connect(gardening_service.url, token) as client:
+        status, headers, _ = client.ask("GET", PROJECTS)
     assert (status, "invalid_token" in headers["WWW-Authenticate"]) == (401, True)
     assert call(gardening_service.url, gardening_service.issue_token("ann"))[0] == 200
 
@@ -218,8 +243,8 @@ def test_fixture_gives_each_thread_its_own_tokens(gardening_service):
     at_once(work)
     assert len({token for several in tokens.values() for token in several}) == 400
     for first, *others in tokens.values():
-        call(gardening_service.url, first, b"{}")
-        lists = [call(gardening_service.url, token)[2] for token in others]
+        call(gardening_service.url, first, "POST", {})
+        lists = [call(gardening_service.url, token)[1] for token in others]
         assert {len(projects) for projects in lists} == {1}
 
 
@@ -228,14 +253,8 @@ def test_clone_that_was_installed_from_can_be_tested(python, clone, has_package)
     """pip has left there what announces the fixtures, under the package's name."""
     assert list(clone.glob("*.egg-info"))
     chosen = python if has_package else sys.executable
-    ended = run([chosen, "-m", "pytest", "tests/test_schemas.py"], clone, os.environ)
-    assert " passed" in ended.stdout, ended.stdout + ended.stderr
-
-
-def snippets(language):
-    found = blocks(PAGE, HEADING, language)
-    assert all(len(snippet.splitlines()) <= 10 for snippet in found)
-    return found
+    ended = run(chosen, "-m", "pytest", "tests/test_schemas.py", folder=clone)
+    assert " passed" in ended.stdout
 
 
 @pytest.fixture
@@ -244,31 +263,74 @@ def paths(python, environment):
     return environment | {"PATH": f"{python.parent}:{os.environ['PATH']}"}
 
 
-def test_pytest_snippet_passes(python, tmp_path, paths):
-    (tmp_path / "test_snippet.py").write_text(snippets("python")[0])
-    ended = run(["pytest"], tmp_path, paths)
-    assert "1 passed" in ended.stdout, ended.stdout + ended.stderr
+@pytest.mark.parametrize("heading", ["pytest", "Failures"])
+def test_pytest_example_passes(python, tmp_path, paths, heading):
+    [example] = blocks(PAGE, heading, "python")
+    (tmp_path / "test_example.py").write_text(example)
+    ended = run("pytest", folder=tmp_path, environment=paths)
+    assert "1 passed" in ended.stdout
+
+
+def test_readme_has_the_first_example_of_the_page():
+    heading = "Testing against it"
+    for language in ("sh", "python"):
+        readme = blocks("README.md", heading, language)
+        assert readme == blocks(PAGE, "pytest", language)
 
 
 @pytest.mark.parametrize(
     ("language", "command", "output"),
     [
         pytest.param(
-            "js", ["node", "--input-type=module"], "[]\n", marks=needs("node")
+            "js", ["node", "--input-type=module"], "429\n[]\n", marks=needs("node")
         ),
         pytest.param("bash", ["bash"], "[]", marks=[needs("bash"), needs("curl")]),
     ],
 )
-def test_snippet_prints_an_empty_list(tmp_path, paths, language, command, output):
-    [snippet] = snippets(language)
-    ended = run(command, tmp_path, paths, input=snippet)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, output, "")
+def test_example_in_another_language_prints_what_the_page_says(
+    tmp_path, paths, language, command, output
+):
+    [example] = blocks(PAGE, "Any other language", language)
+    ended = run(*command, folder=tmp_path, environment=paths, input=example)
+    assert (ended.stdout, ended.stderr) == (output, "")
 
 
-def test_snippet_in_process_passes(tmp_path):
-    _, snippet = snippets("python")
+# Runs what `docker run` is to run in the container.
+DOCKER = """#!/bin/sh
+[ "$*" = "build --tag gardening ." ] && exit
+[ "$1 $2 $3" = "run --rm --interactive" ] || exit 2
+while [ "$1" != gardening ]; do shift; done
+shift
+exec "$@"
+"""
+
+
+def test_command_for_a_container_starts_the_service(tmp_path, paths):
+    [example] = blocks(PAGE, "In a container")
+    (tmp_path / "docker").write_text(DOCKER)
+    (tmp_path / "docker").chmod(0o700)
+    paths["PATH"] = f"{tmp_path}:{paths['PATH']}"
+    example = example.replace("--bind 0.0.0.0:8000", "--bind 0.0.0.0:0")
+    ended = run("sh", "-ec", example, environment=paths, input="ann\n")
+    assert [list(json.loads(line)) for line in ended.stdout.splitlines()] == [
+        ["url", "token"],
+        ["token"],
+    ]
+
+
+def test_example_in_the_same_process_passes(tmp_path):
+    [example] = blocks(PAGE, "In the same process", "python")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("FLASK_")}
     environment["PYTHONPATH"] = str(ROOT)
-    ended = run([sys.executable, "-c", snippet], tmp_path, environment)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+    command = [sys.executable, "-c", example]
+    ended = run(*command, folder=tmp_path, environment=environment)
+    assert (ended.stdout, ended.stderr) == ("", "")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_every_block_of_the_page_is_run_here():
+    fences = (ROOT / PAGE).read_text().count("\n```") // 2
+    languages = ("sh", "python", "js", "bash")
+    counts = {language: len(blocks(PAGE, language=language)) for language in languages}
+    assert counts == {"sh": 2, "python": 3, "js": 1, "bash": 1}
+    assert fences == sum(counts.values())

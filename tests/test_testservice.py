@@ -396,6 +396,17 @@ def test_kill_of_its_keeper_while_it_starts_leaves_nothing(start, count):
         assert service.process.returncode == 1
 
 
+def test_kill_of_it_and_of_its_keeper_leaves_no_process(service):
+    """As from pkill -9 -f; nobody is left to remove the folder."""
+    url, keeper = service.read()["url"], service.keeper
+    service.process.send_signal(signal.SIGSTOP)
+    os.kill(keeper, signal.SIGKILL)
+    service.process.kill()
+    service.process.communicate(timeout=LIMIT)
+    assert left(service.mark) == []
+    assert refuses(url)
+
+
 def test_nobody_else_may_look_into_its_folder(service):
     service.read()
     assert service.folder.stat().st_mode & 0o777 == 0o700
