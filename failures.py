@@ -48,14 +48,15 @@ def write_plan(folder: str, token: str, failures: list[object]) -> None:
 
 def next_failure(folder: str, token: str) -> str:
     """Take the first line off the token's plan, if it has one."""
-    with suppress(FileNotFoundError), open(plan_file(folder, token), "r+") as plan:
+    if not os.path.exists(plan_file(folder, token)):
+        return "none"
+    with open(plan_file(folder, token), "r+") as plan:
         fcntl.flock(plan, fcntl.LOCK_EX)  # until the file is closed
         failure, _, rest = plan.read().partition("\n")
         plan.seek(0)
         plan.truncate()
         plan.write(rest)
-        return failure
-    return "none"
+    return failure
 
 
 def let_fail(store: Any, name: str) -> None:
