@@ -109,7 +109,7 @@ def create_app() -> Callable[..., Iterable[bytes]]:
         if failure == "slow":
             time.sleep(SLOWNESS)
         if failure in ("lost", "504"):
-            Response.from_app(app, environ, buffered=True)
+            Response.from_app(app, environ)  # and nobody receives it
         if failure in ("lost", "dropped"):
             raise ConnectionResetError(errno.ECONNRESET, PLANNED)  # gunicorn closes
         return (refusal(failure) if failure in PROXY else app)(environ, start_response)
