@@ -83,7 +83,7 @@ def let_fail(store: Any, name: str) -> None:
 def refusal(failure: str) -> Response:
     """What the proxy says."""
     (seconds, detail), status = PROXY[failure], HTTPStatus(int(failure))
-    problem = {"type": "about:blank", "title": status.phrase, "status": status}
+    problem = {"type": "about:blank", "status": status, "title": status.phrase}
     body = json.dumps(problem | {"detail": detail})
     response = Response(body, status)
     response.content_type = "application/problem+json"

@@ -424,7 +424,15 @@ def test_folder_for_its_data_can_be_relative(start, tmp_path, monkeypatch):
 @pytest.fixture
 def small_disk(start, tmp_path):
     """The place for the service's folder, of a MiB."""
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path / "place"]
+    mount = [
+        "mount",
+        "-t",
+        "tmpfs",
+        "-o",
+        "size=1m,nr_inodes=99",
+        "tmpfs",
+        tmp_path / "place",
+    ]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("no right to mount a small disk")
     yield tmp_path / "place"
@@ -459,6 +467,16 @@ def test_full_folder_is_an_error_until_there_is_room(small_disk, start, line):
         assert list(service.ask(line)) == ["token"]
         service.process.stdin.close()
         assert service.process.wait(LIMIT) == 0
+
+
+def test_folder_without_room_for_a_plan_is_an_error(small_disk, start):
+    with start() as service:
+        service.read()
+        with suppress(OSError):
+            for number in range(99):
+                (small_disk / str(number)).touch()
+        assert list(service.ask('{"fail": ["lost"]}')) == ["error"]
+        assert list(service.ask("ann")) == ["token"]
 
 
 @pytest.mark.parametrize("ready", [False, True])
