@@ -98,7 +98,7 @@ def run(listener: socket.socket, folder: str) -> None:
         gunicorn = subprocess.Popen(
             [sys.executable, "-m", *GUNICORN.split(), *options],
             cwd=HERE,
-            env=environment | {"FLASK_DATABASE": database, "TMPDIR": folder},
+            env=environment | {"FLASK_DATABASE": database},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=[listener.fileno(), running],
