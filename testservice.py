@@ -108,6 +108,9 @@ def run(listener: socket.socket, folder: str) -> None:
         for number in SIGNALS:
             signal.signal(number, end)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        # Python would leave a signal that comes just before a read until after the read.
+        signal.signal(signal.SIGALRM, lambda *_: None)
+        signal.setitimer(signal.ITIMER_REAL, 1, 1)
         serve_tokens(listener, store, folder)
     except (OSError, Unavailable) as error:
         sys.exit(str(error))
@@ -177,7 +180,7 @@ def serve_tokens(listener: socket.socket, store: Any, folder: str) -> None:
         for line in lines:
             print(json.dumps(respond(line.rstrip("\n"))), flush=True)
     mode = os.fstat(0).st_mode
-    if not (os.isatty(0) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
+    while not (os.isatty(0) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
         signal.pause()  # the end of /dev/null, or of a file, means nothing
 
 
