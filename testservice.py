@@ -115,6 +115,7 @@ def run(listener: socket.socket, folder: str) -> None:
     except (OSError, Unavailable) as error:
         sys.exit(str(error))
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.close(lifeline)
         os.close(running)
