@@ -160,7 +160,8 @@ def serve_tokens(listener: socket.socket, store: Any, folder: str) -> None:
             match [*(REQUEST | given).values()]:
                 case str(account), bool(expired), [*plan]:
                     days = 0 if expired else None
-                    token = issue_token(store, account or secrets.token_hex(), days)
+                    account = account or secrets.token_hex()
+                    token = issue_token(store, account, days).token
                     if plan:
                         write_plan(folder, token, plan)
                     return {"token": token}

@@ -10,6 +10,7 @@ from collections import Counter
 from contextlib import closing
 
 import pytest
+from nginx import needs_nginx, proxy
 from outside import connect
 from running import (
     LIMIT,
@@ -18,7 +19,6 @@ from running import (
     TLSClient,
     at_once,
     gunicorn,
-    needs,
 )
 
 JSON = {"Content_Type": "application/json"}
@@ -238,11 +238,10 @@ BRIEF = {"proxy_http_version 1.1;": "proxy_http_version 1.1; proxy_read_timeout 
 NGINX = {"429": {"rate=50r/s": "rate=1r/m", "burst=100": "burst=1"}, "504": BRIEF}
 
 
-@needs("nginx")
+@needs_nginx
 @pytest.mark.parametrize("method", ["POST", "HEAD"])
 @pytest.mark.parametrize("failure", ["429", "502", "504"])
 def test_refusal_is_that_of_nginx(failing, tmp_path, failure, method):
-    proxy = pytest.importorskip("nginx").proxy
     client, _ = failing(failure)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
