@@ -4,6 +4,8 @@ It contains no SQL, no token logic and no validation rules. Failures travel as e
 to the handlers at the end.
 """
 
+import base64
+import hashlib
 import json
 import os
 import re
@@ -86,6 +88,7 @@ def add_page(app: Flask) -> None:
     look = {"validatorUrl": None, "layout": "BaseLayout", "app_name": TITLE}
     page = get_swaggerui_blueprint(".", "../openapi.json", look)
     page.before_request(forget_dates)
+    page.after_request(protect_page)
     app.register_blueprint(page, url_prefix="/docs")
     app.add_url_rule("/", "index", lambda: redirect("docs/"))
     app.add_url_rule("/docs", "index")
@@ -96,6 +99,20 @@ def forget_dates() -> None:
     request.environ.pop("HTTP_IF_MODIFIED_SINCE", None)
     if request.environ.pop("HTTP_IF_RANGE", None):
         request.environ.pop("HTTP_RANGE", None)  # send it all (RFC 9110 13.1.5)
+
+
+def protect_page(response: Response) -> Response:
+    """Let the page run its own scripts alone, and nobody frame it (CSP level 3)."""
+    policy = (
+        "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:"
+    )
+    policy += "; object-src 'none'; base-uri 'none'; frame-ancestors 'none'"
+    if response.mimetype == "text/html" and response.status_code == 200:
+        for script in re.findall(b"<script>(.*?)</script>", response.data, re.DOTALL):
+            digest = base64.b64encode(hashlib.sha256(script).digest()).decode()
+            policy += f"; script-src 'self' 'sha256-{digest}'"
+        response.headers["Content-Security-Policy"] = policy
+    return response
 
 
 @api.get("/openapi.json")
