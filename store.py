@@ -589,7 +589,7 @@ class SQLite(Engine):
                 # rw: SQLite must not put an empty file in the place of a lost one.
                 self._uri = f"{Path(self._path).as_uri()}?mode=rw"
                 os.close(create(self._path))
-                self._identity = file_identity(self._path)
+                self._file = os.stat(self._path)
             else:
                 self._uri = f"file:/{secrets.token_hex(8)}?vfs=memdb"
                 # The database lasts as long as one connection to it.
@@ -680,9 +680,16 @@ class SQLite(Engine):
 
     def _check_file(self, error: type[Unavailable]) -> None:
         """A file that was removed or replaced takes writes that nobody would find."""
-        if self._queue and file_identity(self._path) != self._identity:
-            reason = "the file was removed or replaced; restart the service to use"
-            raise error(f"{reason} {self._path}")
+        if not self._queue:
+            return
+        try:  # on each statement, so without suppress and samestat, which cost 1.4 µs
+            found, file = os.stat(self._path), self._file
+            if found.st_ino == file.st_ino and found.st_dev == file.st_dev:
+                return
+        except FileNotFoundError:
+            pass
+        reason = "the file was removed or replaced; restart the service to use"
+        raise error(f"{reason} {self._path}")
 
     def _connect(self) -> "Connection":
         connection = sqlite3.connect(
@@ -729,15 +736,6 @@ class SQLite(Engine):
 
 class Connection(sqlite3.Connection):
     patience: float  # seconds that it waits for SQLite's locks
-
-
-def file_identity(path: str) -> tuple[int, int] | None:
-    """The device and the inode; None if there is no file."""
-    try:
-        found = os.stat(path)
-    except FileNotFoundError:
-        return None
-    return found.st_dev, found.st_ino
 
 
 def create(path: str, flags: int = os.O_RDONLY) -> int:

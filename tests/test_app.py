@@ -669,10 +669,11 @@ def test_environment_goes_before_the_defaults(folder, monkeypatch):
     assert app.config["MAX_CONTENT_LENGTH"] == 1000
 
 
-def test_name_of_the_database_may_look_like_a_number(folder, monkeypatch):
-    monkeypatch.setenv("FLASK_DATABASE", "2026")
+@pytest.mark.parametrize("name", ["2026", "2026.10", "0012", "1e3", "true", "null"])
+def test_name_of_the_database_is_taken_as_it_is_written(folder, monkeypatch, name):
+    monkeypatch.setenv("FLASK_DATABASE", name)
     create_app()
-    assert databases(folder) == ["2026"]
+    assert databases(folder) == [name]
 
 
 def test_apps_in_memory_are_apart():
