@@ -320,46 +320,41 @@ def on_invalid(error: ValidationError) -> Response:
     return problem(http.UnprocessableEntity(detail), errors=error.messages)
 
 
-# What the store raises, as a caller is told.
-PROBLEMS: dict[type[Exception], tuple[http.HTTPException, dict[str, object]]] = {
-    store.NotFound: (http.NotFound("Your account has no Project with this id."), {}),
-    store.Stale: (
-        http.PreconditionFailed("The Project has another ETag now: fetch it again."),
-        {},
-    ),
+# What the store raises, as a caller is told: the status, the detail, and more members.
+STORE_ERRORS: dict[type[Exception], tuple[int, str, dict[str, object]]] = {
+    store.NotFound: (404, "Your account has no Project with this id.", {}),
+    store.Stale: (412, "The Project has another ETag now: fetch it again.", {}),
     store.KeyReused: (
-        http.UnprocessableEntity(
-            "This Idempotency-Key came with other members before."
-        ),
+        422,
+        "This Idempotency-Key came with other members before.",
         {"type": "urn:gardening:key-reused", "errors": {}},
     ),
     store.KeySpent: (
-        http.Conflict("The Project of this Idempotency-Key has been deleted."),
+        409,
+        "The Project of this Idempotency-Key has been deleted.",
         {"type": "urn:gardening:key-spent"},
     ),
     store.Unavailable: (
-        http.ServiceUnavailable(
-            "The database is unavailable; nothing was changed. Try again later.",
-            retry_after=RETRY_AFTER,
-        ),
+        503,
+        "The database is unavailable; nothing was changed. Try again later.",
         {},
     ),
     store.OutcomeUnknown: (
-        http.ServiceUnavailable(
-            "The change may have been made, or not: read before you repeat it.",
-            retry_after=RETRY_AFTER,
-        ),
+        503,
+        "The change may have been made, or not: read before you repeat it.",
         {"type": "urn:gardening:outcome-unknown"},
     ),
 }
 
 
 def on_store_error(error: Exception) -> Response:
-    if isinstance(error, store.Unavailable):
+    status, detail, members = STORE_ERRORS[type(error)]
+    response = problem(http.default_exceptions[status](detail), **members)
+    if status == 503:
         current_app.logger.error("Database unavailable: %s", error)
-    known, members = PROBLEMS[type(error)]
-    return problem(known, **members)
+        response.retry_after = RETRY_AFTER
+    return response
 
 
-for state in PROBLEMS:
-    api.app_errorhandler(state)(on_store_error)
+for kind in STORE_ERRORS:
+    api.app_errorhandler(kind)(on_store_error)

@@ -57,9 +57,7 @@ class Project(NamedTuple):
 class ProjectList(NamedTuple):
     etag: str
     document: bytes | None  # None if the caller knows this etag
-    next: (
-        int | None
-    )  # `after` of the next page; None after the last, and if it is known
+    next: int | None  # `after` of the page that follows, if there is one
 
 
 class Page(NamedTuple):
