@@ -36,7 +36,7 @@ from running import (
 
 from app import create_app
 from auth import digest
-from postgres import PostgreSQL
+from postgres import PATIENCE, PostgreSQL
 from store import NotFound, OutcomeUnknown, Page, SQLite, Store, Unavailable
 
 HELLO = "/api/v1/hello-service"
@@ -683,6 +683,79 @@ def test_stopped_server_holds_nobody_up(database, primary, open_store):
             work.result(LIMIT)
     for store in reader, writer, newcomer:
         assert store.get_project("ann", id).id == id
+
+
+def test_lost_connection_takes_the_idle_ones_along(fragile, open_store):
+    """Else each of them would be tried for 5 s, and leave a write in doubt."""
+    url = fragile.url("postgres")
+    store = open_store(url)
+    at_once(lambda _: store.create_project("ann", {}), 4)
+    assert len(backends(url)) > 1
+    with silence(fragile, url):
+        with fails(OutcomeUnknown):
+            store.create_project("ann", {})
+        with lasts(0, 4), fails(Unavailable):
+            store.create_project("ann", {})
+
+
+def test_connection_may_be_used_long_after_it_was_opened(database, open_store):
+    store = open_store(database)
+    id = store.create_project("ann", {}).id
+    time.sleep(PATIENCE + 0.5)
+    store.update_project("ann", id, {})
+    store.create_project("ann", {}, "key")
+    assert len(backends(database)) == 1
+
+
+RAISE = """
+CREATE FUNCTION fail() RETURNS trigger LANGUAGE plpgsql AS
+    $$BEGIN RAISE 'planned' USING ERRCODE = '{}'; END$$;
+CREATE TRIGGER fail BEFORE UPDATE ON project FOR EACH ROW EXECUTE FUNCTION fail()
+"""
+
+
+@pytest.mark.parametrize(
+    ("state", "error"),
+    [
+        ("40003", OutcomeUnknown),  # statement_completion_unknown
+        ("08006", OutcomeUnknown),  # connection_failure
+        ("XX001", Unavailable),  # data_corrupted
+        ("XX002", Unavailable),  # index_corrupted
+        ("53100", Unavailable),  # disk_full
+        ("40P01", Unavailable),  # deadlock_detected
+        ("58030", Unavailable),  # io_error
+    ],
+)
+def test_state_of_an_error_tells_whether_it_is_an_outage(
+    database, open_store, state, error
+):
+    store = open_store(database)
+    id = store.create_project("ann", {}).id
+    execute(database, RAISE.format(state))
+    with fails(error, "planned"):
+        store.update_project("ann", id, {})
+    execute(database, "DROP TRIGGER fail ON project")
+    store.update_project("ann", id, {})
+
+
+def test_server_that_only_reads_is_unavailable_to_writers(fragile, open_store):
+    store = open_store(fragile.url("postgres"))
+    id = store.create_project("ann", {}).id
+    fragile.configure(default_transaction_read_only="on")
+    fragile.run("pg_ctl", "reload")
+
+    def refused():
+        try:
+            store.update_project("ann", id, {})
+        except Unavailable as error:
+            return type(error) is Unavailable
+
+    assert wait_for(refused)
+    fragile.configure(default_transaction_read_only="off")
+    fragile.run("pg_ctl", "reload")
+    with suppress(Unavailable):  # until the server has read its settings
+        store.update_project("ann", id, {})
+    wait_for(lambda: json.loads(store.get_project("ann", id).document)["version"] > 1)
 
 
 def test_foreign_lock_stops_writes_until_it_ends(database, serve):

@@ -106,16 +106,19 @@ def test_every_wrong_member_is_named_where_it_stands():
 
 
 @pytest.mark.parametrize(
-    "query, page, size",
+    "query, page, size, after",
     [
-        ({"page": "0"}, 0, 20),
-        ({"size": "1"}, 0, 1),
-        ({"page": "7", "size": "1000"}, 7, 1000),
-        ({"page": str(2**53 - 1)}, 2**53 - 1, 20),
+        ({"page": "0"}, 0, 20, None),
+        ({"size": "1"}, 0, 1, None),
+        ({"page": "7", "size": "1000"}, 7, 1000, None),
+        ({"page": str(2**53 - 1)}, 2**53 - 1, 20, None),
+        ({"after": "0"}, 0, 20, 0),
+        ({"after": str(2**53 - 1)}, 0, 20, 2**53 - 1),
     ],
 )
-def test_page_and_size_have_defaults(query, page, size):
-    assert schemas.PAGE.load(query) == {"page": page, "size": size}
+def test_page_and_size_have_defaults(query, page, size, after):
+    loaded = schemas.PAGE.load(query)
+    assert loaded == {"page": page, "size": size, "after": after}
 
 
 NO_NUMBERS = ["-1", "x", "", "1.5", "1e3", "0x10", "1_0", "+1", " 1", "1 ", "1\n", "١"]
@@ -123,8 +126,9 @@ NO_NUMBERS += ["²", "①", "9" * 5000]
 
 
 @pytest.mark.parametrize("value", [*NO_NUMBERS, str(2**53)])
-def test_page_is_a_number_from_0(value):
-    assert list(errors(schemas.PAGE, {"page": value})) == ["page"]
+@pytest.mark.parametrize("name", ["page", "after"])
+def test_page_and_after_are_numbers_from_0(value, name):
+    assert list(errors(schemas.PAGE, {name: value})) == [name]
 
 
 @pytest.mark.parametrize("value", [*NO_NUMBERS, "0", "1001"])

@@ -7,6 +7,7 @@ import os
 import random
 import sqlite3
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -14,7 +15,7 @@ from contextlib import closing, contextmanager, suppress
 
 import pytest
 from conftest import on_sqlite
-from running import LIMIT, POINT, at_once, needs, run
+from running import LIMIT, POINT, ROOT, at_once, needs, run
 
 import store as module
 from store import (
@@ -421,6 +422,19 @@ def test_list_is_in_order_of_creation_and_of_one_account(store):
         assert (page["projectList"], page["total"]) == ([], 0)
 
 
+def test_order_of_creation_outlives_changes_of_the_rows(store, raw):
+    """PostgreSQL moves a changed row, and reads a small table as it lies there."""
+    ids = [store.create_project("ann", {"name": str(n)}).id for n in range(30)]
+    for id in ids[::3]:
+        store.update_project("ann", id, {"name": "x" * 500})
+    raw.execute("ANALYZE")
+    assert [project["id"] for project in listed(store)] == ids
+    page = read(store.list_projects("ann", [], Page(1, 7)))
+    assert [project["id"] for project in page["projectList"]] == ids[7:14]
+    page = read(store.list_projects("ann", [], Page(0, 7, 20)))
+    assert [project["id"] for project in page["projectList"]] == ids[20:27]
+
+
 def test_order_of_creation_outlives_a_delete(store):
     first = store.create_project("ann", {"name": "1"}).id
     store.create_project("ann", {"name": "2"})
@@ -710,6 +724,71 @@ def test_writer_waits_for_a_short_foreign_lock(store, park, lock, raw):
         lambda: store.create_project("ann", {}), lambda: raw.execute("ROLLBACK")
     )
     assert len(listed(store)) == 2
+
+
+@on_sqlite
+def test_each_connection_syncs_its_commits_and_checks_references(store):
+    for pragma, value in [("synchronous", 2), ("foreign_keys", 1)]:
+        assert store._engine.run(f"PRAGMA {pragma}", {}) == [(value,)]
+
+
+FORK_IN_A_TURN = """
+import os, sqlite3, sys, threading, time
+from store import SQLite, Store
+path = sys.argv[1]
+store = Store(SQLite(path))
+other = sqlite3.connect(path, isolation_level=None)
+other.execute("BEGIN IMMEDIATE")
+writer = threading.Thread(target=store.create_project, args=("ann", {}))
+writer.start()
+time.sleep(0.3)  # now it holds the queue, and waits for SQLite
+child = os.fork()
+if not child:
+    sys.stdin.read()
+    os._exit(0)
+other.execute("ROLLBACK")
+writer.join()
+started = time.monotonic()
+store.create_project("ann", {})
+assert time.monotonic() - started < 2
+print("written", flush=True)
+"""
+
+
+def test_child_that_was_forked_during_a_write_holds_up_nobody(path):
+    script = [sys.executable, "-W", "ignore", "-c", FORK_IN_A_TURN, path]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(script, cwd=ROOT, stdin=pipe, stdout=pipe) as process:
+        assert process.stdout.readline() == b"written\n"
+        process.stdin.close()
+        assert process.wait(LIMIT) == 0
+
+
+WRITE_AS_A_STRANGER = """
+import os, sys
+from store import SQLite, Store
+store = Store(SQLite(sys.argv[1]))
+os.setuid(65534)
+print(len(store.list_tokens()))
+try:
+    store.create_project("ann", {})
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+@on_sqlite
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_file_that_may_only_be_read_is_unavailable_to_writers(store, park, path):
+    folder = os.path.dirname(path)
+    while folder != "/tmp":
+        os.chmod(folder, 0o755)
+        folder = os.path.dirname(folder)
+    for suffix in ("", "-wal", "-shm", "-lock"):
+        os.chmod(path + suffix, 0o644)
+    ended = run(sys.executable, "-c", WRITE_AS_A_STRANGER, path)
+    told = f"attempt to write a readonly database: {path}"
+    assert ended.stdout == f"0\nUnavailable {told}\n"
 
 
 @on_sqlite
