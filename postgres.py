@@ -19,7 +19,7 @@ import store
 from store import Engine, Unavailable, Values
 
 logger = logging.getLogger(__name__)
-PATIENCE = 5.0  # seconds for a statement or a transaction, once connected
+TIMEOUT = 5.0  # seconds for a statement or a transaction, once connected
 PAUSE = 0.5  # seconds between two attempts to reach a server that was silent
 CONNECT_TIMEOUT = 2  # seconds for each host; libpq takes no less
 STATEMENT_TIMEOUT = 4  # seconds, after which the server itself gives up
@@ -90,7 +90,7 @@ DOCUMENT = """concat('{"id":', to_json(id), ',"name":',
     coalesce(to_json(postal_code)::text, 'null'), ',"location":',
     coalesce(location, 'null'), '}')"""
 ETAG = "concat(version, '-', updated_at)"
-PROJECT = f"id, {ETAG}, convert_to({DOCUMENT}, 'UTF8')"
+ROW = f"id, {ETAG}, convert_to({DOCUMENT}, 'UTF8')"
 EXPECTED = f"""id = :id AND account = :account
     AND (:expected::jsonb IS NULL OR :expected::jsonb ? {ETAG})
     AND NOT :refused::jsonb ? {ETAG}"""
@@ -120,7 +120,7 @@ class PostgreSQL(Engine):
         "SELECT CASE WHEN is_called THEN last_value ELSE 0 END FROM token_id_seq"
     )
     SET_LAST_TOKEN = ("SELECT setval('token_id_seq', greatest({last}, 1), {last} > 0)",)
-    GET = f"SELECT {PROJECT} FROM project WHERE id = :id AND account = :account"
+    GET = f"SELECT {ROW} FROM project WHERE id = :id AND account = :account"
     CREATE = f"""WITH counted AS (
             INSERT INTO account AS known (name, created, revision)
             VALUES (:account, 1, md5(random()::text))
@@ -130,10 +130,10 @@ class PostgreSQL(Engine):
         INSERT INTO project
             (id, account, seq, created_at, updated_at, {", ".join(store.COLUMNS)})
         SELECT :id, :account, created, :now, :now, :{", :".join(store.COLUMNS)}
-        FROM counted RETURNING {PROJECT}"""
+        FROM counted RETURNING {ROW}"""
     UPDATE = f"""{REVISED} UPDATE project
         SET :changes version = version + 1, updated_at = greatest(updated_at, :now)
-        FROM revised WHERE {EXPECTED} RETURNING {PROJECT}"""
+        FROM revised WHERE {EXPECTED} RETURNING {ROW}"""
     DELETE = f"""{REVISED} DELETE FROM project
         USING revised WHERE {EXPECTED} RETURNING id"""
     LIST = f"""SELECT etag, CASE WHEN NOT {IS_KNOWN} THEN convert_to(
@@ -141,7 +141,7 @@ class PostgreSQL(Engine):
                 SELECT {DOCUMENT} FROM project WHERE account = :account ORDER BY seq),
                 ','), ']'), 'UTF8') END, NULL
         FROM {store.LIST_ETAG}"""
-    PAGE = store.PAGES.format(
+    LIST_PAGE = store.PAGES.format(
         is_known=IS_KNOWN,
         columns=f"seq, {DOCUMENT} AS document",
         document=f"""convert_to(concat('{{"projectList":[',
@@ -175,7 +175,7 @@ class PostgreSQL(Engine):
             poll = select.poll()
             poll.register(connection, select.POLLIN)
             if not poll.poll(0):
-                connection.deadline = time.monotonic() + PATIENCE
+                connection.deadline = time.monotonic() + TIMEOUT
                 return connection  # type: ignore[no-any-return]
             connection.close()  # what arrives unasked is notice of its end
         return self._connect()
@@ -236,7 +236,7 @@ class PostgreSQL(Engine):
                     raise Unavailable(
                         "the server did not respond; trying again shortly"
                     )
-                self._retry_at = now + PATIENCE + PAUSE
+                self._retry_at = now + TIMEOUT + PAUSE
 
     def _connect(self) -> "Connection":
         try:
@@ -258,7 +258,7 @@ class PostgreSQL(Engine):
 
     def _prepare(self, session: "Connection") -> None:
         """Create the tables or bring them up to date; leave alone what is not ours."""
-        session.deadline = time.monotonic() + PATIENCE
+        session.deadline = time.monotonic() + TIMEOUT
         session.execute(SESSION)
         if self._is_prepared:
             return
@@ -291,7 +291,7 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
         except psycopg.OperationalError as error:
             if time.monotonic() < self.deadline:
                 raise
-            raise Silence(f"no response within {PATIENCE:.0f} s") from error
+            raise Silence(f"no response within {TIMEOUT:.0f} s") from error
 
 
 class Silence(psycopg.OperationalError):

@@ -16,7 +16,10 @@ MAX_SIZE = 1000  # Projects
 
 
 class OutputOnly(fields.Field[Any]):
-    """A member that the service sets: accepted with any value, and ignored (AIP-203)."""
+    """A member that the service sets: accepted with any value, and ignored (AIP-203).
+
+    marshmallow's dump_only would refuse it, as it does an unknown member.
+    """
 
     def deserialize(self, *args: Any, **kwargs: Any) -> Any:
         return missing
@@ -40,10 +43,10 @@ class Digits(fields.Integer):
         return super()._deserialize(value, *args, **kwargs)
 
 
-storable = validate.Regexp(
+storable_text = validate.Regexp(
     "[^\0\ud800-\udfff]*$", error="U+0000 and lone surrogates cannot be stored."
 )
-Text = partial(fields.String, allow_none=True, validate=storable)
+Text = partial(fields.String, allow_none=True, validate=storable_text)
 
 
 def degrees(limit: int) -> Number:

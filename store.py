@@ -175,7 +175,7 @@ class Store:
         values: Values = {"account": account, "known": as_list(known), "query": "-"}
         sql = self._engine.LIST
         if page:
-            sql, offset = self._engine.PAGE, page.page * page.size
+            sql, offset = self._engine.LIST_PAGE, page.page * page.size
             values |= page._asdict() | {"after": page.after or 0}
             values["offset"] = offset if page.after is None else 0
             values["query"] = "".join(f"-{n}" for n in page if n is not None)
@@ -327,12 +327,12 @@ class Engine:
 
     TABLES: str  # of the present layout
     UPGRADES: tuple[str, ...]  # the steps to it: from layout 1 to 2, from 2 to 3, …
-    GET: str  # its rows are those of a Project, as are those of the next two
+    GET: str  # its rows are Projects, as are those of the next two
     CREATE: str
     UPDATE: str  # with :changes for the columns to set
     DELETE: str
-    LIST: str  # its row is that of a ProjectList, as is that of the next one
-    PAGE: str
+    LIST: str  # its row is a ProjectList, as is that of the next one
+    LIST_PAGE: str
     BEGIN: str  # a transaction that writes
     BEGIN_READ: str  # one that reads the state of one moment
     BEGIN_FILL: str  # one that writes, and lets nobody else do so
@@ -522,7 +522,7 @@ ETAG = "version || '-' || updated_at"
 DOCUMENT = """json_object(
     'id', id, 'name', name, 'created_at', created_at, 'updated_at', updated_at,
     'version', version, 'postal_code', postal_code, 'location', json(location))"""
-PROJECT = f"id, {ETAG}, CAST({DOCUMENT} AS BLOB)"
+ROW = f"id, {ETAG}, CAST({DOCUMENT} AS BLOB)"
 EXPECTED = f"""id = :id AND account = :account
     AND (:expected IS NULL OR {ETAG} IN (SELECT value FROM json_each(:expected)))
     AND {ETAG} NOT IN (SELECT value FROM json_each(:refused))"""
@@ -547,16 +547,16 @@ class SQLite(Engine):
         "DELETE FROM sqlite_sequence WHERE name = 'token'",
         "INSERT INTO sqlite_sequence (name, seq) VALUES ('token', {last})",
     )
-    GET = f"SELECT {PROJECT} FROM project WHERE id = :id AND account = :account"
+    GET = f"SELECT {ROW} FROM project WHERE id = :id AND account = :account"
     CREATE = f"""INSERT INTO project
             (id, account, seq, created_at, updated_at, {", ".join(COLUMNS)})
         SELECT :id, :account,
             coalesce((SELECT created FROM account WHERE name = :account), 0) + 1,
             :now, :now, :{", :".join(COLUMNS)}
-        RETURNING {PROJECT}"""
+        RETURNING {ROW}"""
     UPDATE = f"""UPDATE project
         SET :changes version = version + 1, updated_at = max(updated_at, :now)
-        WHERE {EXPECTED} RETURNING {PROJECT}"""
+        WHERE {EXPECTED} RETURNING {ROW}"""
     DELETE = f"DELETE FROM project WHERE {EXPECTED} RETURNING id"
     LIST = f"""SELECT etag, CASE WHEN NOT {IS_KNOWN} THEN CAST((
             -- json_group_array keeps the order of the rows of its subquery.
@@ -564,7 +564,7 @@ class SQLite(Engine):
                 SELECT * FROM project WHERE account = :account ORDER BY seq))
             AS BLOB) END, NULL
         FROM {LIST_ETAG}"""
-    PAGE = PAGES.format(
+    LIST_PAGE = PAGES.format(
         is_known=IS_KNOWN,
         document=f"""CAST(json_object('projectList', json_group_array({DOCUMENT}),
             'page', :page, 'size', :size, 'total', {TOTAL}) AS BLOB)""",

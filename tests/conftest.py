@@ -60,16 +60,20 @@ def database(request):
         server.drop_database(url)
 
 
+def store_on(database, clock=time.time):
+    engine = SQLite
+    if database.startswith("postgresql://"):
+        from postgres import PostgreSQL as engine
+    return Store(engine(database), clock)
+
+
 @pytest.fixture
 def open_store(database):
     """Opens a store on the database, and closes it after the test."""
     with ExitStack() as stores:
 
         def open_store(clock=time.time):
-            engine = SQLite
-            if database.startswith("postgresql://"):
-                from postgres import PostgreSQL as engine
-            store = Store(engine(database), clock)
+            store = store_on(database, clock)
             stores.callback(store.close)
             store.list_tokens()  # PostgreSQL's tables are created at the first use
             store.close()

@@ -12,12 +12,11 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from conftest import on_sqlite
+from conftest import on_sqlite, store_on
 from running import BIN, LIMIT, POINT, ROOT, fill, run, wait_for
 
 import store as module
-from postgres import PostgreSQL
-from store import KeyReused, KeySpent, Page, SQLite, Store, Unavailable
+from store import KeyReused, KeySpent, Page, Unavailable
 
 PAGES = [None, Page(0, 2), Page(1, 20)]
 TEXTS = [
@@ -84,12 +83,7 @@ def file(tmp_path):
 @pytest.fixture
 def open_target(target):
     with ExitStack() as stores:
-
-        def open_target():
-            engine = PostgreSQL if target.startswith("postgresql://") else SQLite
-            return stores.enter_context(closing(Store(engine(target))))
-
-        yield open_target
+        yield lambda: stores.enter_context(closing(store_on(target)))
 
 
 def flask(database, *arguments, status=0):

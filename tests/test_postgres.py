@@ -36,7 +36,7 @@ from running import (
 
 from app import create_app
 from auth import digest
-from postgres import PATIENCE, PostgreSQL
+from postgres import TIMEOUT, PostgreSQL
 from store import NotFound, OutcomeUnknown, Page, SQLite, Store, Unavailable
 
 HELLO = "/api/v1/hello-service"
@@ -701,7 +701,7 @@ def test_lost_connection_takes_the_idle_ones_along(fragile, open_store):
 def test_connection_may_be_used_long_after_it_was_opened(database, open_store):
     store = open_store(database)
     id = store.create_project("ann", {}).id
-    time.sleep(PATIENCE + 0.5)
+    time.sleep(TIMEOUT + 0.5)
     store.update_project("ann", id, {})
     store.create_project("ann", {}, "key")
     assert len(backends(database)) == 1
