@@ -308,7 +308,8 @@ def problem(error: http.HTTPException, **members: object) -> Response:
         detail = DETAILS.get(code, detail)
     document = {"type": "about:blank", "title": TITLES.get(code, error.name)}
     body = json.dumps({**document, "status": code, "detail": detail, **members})
-    response = Response(body, code, error.get_headers())
+    status = f"{code} {document['title']}"
+    response = Response(body, status, error.get_headers())
     response.content_type = "application/problem+json"
     response.cache_control.no_store = True
     return response
@@ -320,13 +321,14 @@ def on_invalid(error: ValidationError) -> Response:
     return problem(http.UnprocessableEntity(detail), errors=error.messages)
 
 
+STALE = "The ETag of the Project does not satisfy If-Match (strong ones only) or If-None-Match."
 # What the store raises, as a caller is told: the status, the detail, and more members.
 STORE_ERRORS: dict[type[Exception], tuple[int, str, dict[str, object]]] = {
     store.NotFound: (404, "Your account has no Project with this id.", {}),
-    store.Stale: (412, "The Project has another ETag now: fetch it again.", {}),
+    store.Stale: (412, STALE, {}),
     store.KeyReused: (
         422,
-        "This Idempotency-Key came with other members before.",
+        "This Idempotency-Key was used with other members.",
         {"type": "urn:gardening:key-reused", "errors": {}},
     ),
     store.KeySpent: (

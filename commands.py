@@ -123,7 +123,11 @@ def list_accounts(store: Store) -> None:
 @click.confirmation_option(prompt="Delete the account with its Projects and tokens?")
 @pass_store
 def delete_account(store: Store, account: str) -> None:
-    """Delete ACCOUNT, its Projects, tokens and keys."""
+    """Delete ACCOUNT and all that it owns: Projects, tokens and keys.
+
+    Requests under way may still add Projects: then `account list` shows it, and deleting
+    it again removes them.
+    """
     if not store.delete_account(account_name(account)):
         raise click.UsageError(f"There is no account {account}.")
 

@@ -13,6 +13,7 @@ from marshmallow import Schema, fields, missing, validate
 # it stays below 2**63, the limit of a database's OFFSET.
 MAX_PAGE = 2**53 - 1
 MAX_SIZE = 1000  # Projects
+NOT_AN_OBJECT = {"type": "The body must be a JSON object."}
 
 
 class OutputOnly(fields.Field[Any]):
@@ -50,7 +51,10 @@ Text = partial(fields.String, allow_none=True, validate=storable_text)
 
 
 def degrees(limit: int) -> Number:
-    return Number(validate=validate.Range(-limit, limit))
+    return Number(
+        validate=validate.Range(-limit, limit),
+        error_messages={"special": "Not a number that a double can hold."},
+    )
 
 
 class PointSchema(Schema):
@@ -65,6 +69,8 @@ class PointSchema(Schema):
 
 
 class ProjectSchema(Schema):
+    error_messages = NOT_AN_OBJECT
+
     id = OutputOnly()
     name = Text()
     created_at = OutputOnly()

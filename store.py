@@ -586,6 +586,10 @@ class SQLite(Engine):
             if self._queue:
                 # rw: SQLite must not put an empty file in the place of a lost one.
                 self._uri = f"{Path(self._path).as_uri()}?mode=rw"
+                wal = f"{self._path}-wal"
+                if os.path.exists(wal) and not os.path.exists(self._path):
+                    # SQLite would delete it, and with it what was acknowledged last.
+                    raise Unavailable(f"without its database, move this away: {wal}")
                 os.close(create(self._path))
                 self._file = os.stat(self._path)
             else:
@@ -610,6 +614,7 @@ class SQLite(Engine):
             yield stack.enter_context(super().session(begin, seconds))
 
     def take(self, idle: list[Any]) -> "Connection":
+        self._check_file(Unavailable)
         while connection := pop(idle):
             if connection.patience == self._patience:
                 return connection  # type: ignore[no-any-return]
@@ -619,7 +624,6 @@ class SQLite(Engine):
     def execute(
         self, connection: sqlite3.Connection, sql: str, values: Values
     ) -> list[Any]:
-        self._check_file(Unavailable)
         return connection.execute(sql, values).fetchall()  # only then it commits
 
     def fill(self, connection: Any, table: str, columns: list[str], rows: Any) -> int:
@@ -631,8 +635,7 @@ class SQLite(Engine):
         """Write it under another name first, so that a kill leaves no half of it."""
         if os.path.exists(path):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-        partial = f"{path}.partial"
-        Path(partial).unlink(missing_ok=True)  # of a backup that was killed
+        partial = f"{path}.{secrets.token_hex(4)}.partial"
         try:
             with open(partial, "xb", opener=create) as file:
                 self.run("VACUUM INTO :partial", {"partial": partial})
@@ -686,6 +689,11 @@ class SQLite(Engine):
                 return
         except FileNotFoundError:
             pass
+        # SQLite would take what is left in the -wal for changes of the new file.
+        while connection := pop(self._idle[os.getpid()]):
+            with suppress(sqlite3.Error):
+                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            connection.close()
         reason = "the file was removed or replaced; restart the service to use"
         raise error(f"{reason} {self._path}")
 
@@ -700,9 +708,10 @@ class SQLite(Engine):
         )
         connection.patience = self._patience
         try:
+            self._check_file(Unavailable)  # nothing but the file's name is read so far
             connection.execute("PRAGMA foreign_keys = ON")  # off by default
             connection.execute("PRAGMA synchronous = FULL")  # NORMAL may lose commits
-        except sqlite3.Error:
+        except (sqlite3.Error, Unavailable):
             connection.close()
             raise
         return connection

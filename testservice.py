@@ -156,7 +156,11 @@ def serve_tokens(listener: socket.socket, store: Any, folder: str) -> None:
 
     def respond(line: str) -> dict[str, str]:
         try:
-            given = json.loads(line) if line.startswith("{") else {"account": line}
+            given: dict[str, Any] = {"account": line}
+            if line.startswith("{"):
+                given = {"account": None}  # which nobody has, if this is no JSON
+                with suppress(ValueError, RecursionError):
+                    given = json.loads(line)
             match [*(REQUEST | given).values()]:
                 case str(account), bool(expired), [*plan]:
                     days = 0 if expired else None
@@ -166,7 +170,7 @@ def serve_tokens(listener: socket.socket, store: Any, folder: str) -> None:
                         write_plan(folder, token, plan)
                     return {"token": token}
             raise ValueError(f"expected members such as {json.dumps(REQUEST)}")
-        except (OSError, RecursionError, Unavailable, ValueError) as error:
+        except (OSError, Unavailable, ValueError) as error:
             return {"error": str(error)}
 
     with listener:

@@ -49,7 +49,9 @@ def test_output_only_members_are_ignored_whatever_they_hold(value):
 
 @pytest.mark.parametrize("body", [None, 1, "x", [], [{}], True, 1.5])
 def test_body_that_is_no_object_is_refused(body):
-    assert errors(schemas.PROJECT, body) == {"_schema": ["Invalid input type."]}
+    assert errors(schemas.PROJECT, body) == {
+        "_schema": ["The body must be a JSON object."]
+    }
 
 
 NOT_STORED = ["\0", "a\0b", "a\n\0", "\ud800", "a\udfffb\n"]

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from contextlib import closing, contextmanager, suppress
+from pathlib import Path
 
 import pytest
 from conftest import on_sqlite
@@ -970,6 +971,38 @@ def test_replaced_file_is_not_used_until_a_restart(store, open_store, park, path
         with suppress(FileNotFoundError):
             os.remove(path + suffix)  # they belong to the old file
     assert listed(open_store()) == [read(park)]
+
+
+@on_sqlite
+def test_replaced_file_meets_no_wal_of_the_old_one(open_store, path, raw):
+    """Of two processes, the first to notice has no connection to the old file left."""
+    first, second = open_store(), open_store()
+    for _ in range(50):
+        first.create_project("ann", {"name": "x" * 1000})
+    copy = f"{path}-copy"
+    raw.execute("VACUUM INTO ?", [copy])
+    raw.close()
+    for project in listed(first)[:20]:
+        second.delete_project("ann", project["id"])
+    os.rename(path, f"{path}-old")
+    os.rename(copy, path)
+    before = Path(path).read_bytes()
+    for _ in range(3):
+        for store in (first, second):
+            with pytest.raises(Unavailable):
+                store.list_tokens()
+    assert Path(path).read_bytes() == before
+    with closing(sqlite3.connect(f"{path}-old")) as old:
+        assert old.execute("SELECT count(*) FROM project").fetchall() == [(30,)]
+    assert len(listed(open_store())) == 50
+
+
+def test_wal_without_its_database_is_not_thrown_away(path):
+    Path(f"{path}-wal").write_text("acknowledged")
+    with pytest.raises(Unavailable, match="^without its database, move this away: "):
+        SQLite(path)
+    assert Path(f"{path}-wal").read_text() == "acknowledged"
+    assert not os.path.exists(path)
 
 
 @on_sqlite
