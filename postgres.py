@@ -139,15 +139,14 @@ class PostgreSQL(Engine):
     LIST = f"""SELECT etag, CASE WHEN NOT {IS_KNOWN} THEN convert_to(
             concat('[', array_to_string(ARRAY(
                 SELECT {DOCUMENT} FROM project WHERE account = :account ORDER BY seq),
-                ','), ']'), 'UTF8') END, NULL
+                ','), ']'), 'UTF8') END
         FROM {store.LIST_ETAG}"""
-    LIST_PAGE = store.PAGES.format(
-        is_known=IS_KNOWN,
-        columns=f"seq, {DOCUMENT} AS document",
-        document=f"""convert_to(concat('{{"projectList":[',
-            string_agg(document, ',' ORDER BY seq), '],"page":', :page::bigint,
-            ',"size":', :size::bigint, ',"total":', {store.TOTAL}, '}}'), 'UTF8')""",
-    )
+    LIST_PAGE = f"""SELECT etag, CASE WHEN NOT {IS_KNOWN} THEN (
+            SELECT convert_to(concat({store.NEXT}, chr(10), '{{"projectList":[',
+                string_agg(document, ',' ORDER BY seq), '],"page":', :page::bigint,
+                ',"size":', :size::bigint, ',"total":', {store.TOTAL}, '}}'), 'UTF8')
+            FROM (SELECT seq, {DOCUMENT} AS document FROM {store.PAGE_ROWS}) AS rows) END
+        FROM {store.LIST_ETAG}"""
 
     def __init__(self, url: str) -> None:
         """Raises Unavailable if the URL is malformed; connects at the first use."""

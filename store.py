@@ -173,13 +173,16 @@ class Store:
         Any change gives the account's lists etags that never come back.
         """
         values: Values = {"account": account, "known": as_list(known), "query": "-"}
-        sql = self._engine.LIST
-        if page:
-            sql, offset = self._engine.LIST_PAGE, page.page * page.size
-            values |= page._asdict() | {"after": page.after or 0}
-            values["offset"] = offset if page.after is None else 0
-            values["query"] = "".join(f"-{n}" for n in page if n is not None)
-        return ProjectList(*self._engine.run(sql, values)[0])
+        if page is None:
+            return ProjectList(*self._engine.run(self._engine.LIST, values)[0], None)
+        values |= page._asdict() | {"after": page.after or 0}
+        values["offset"] = page.page * page.size if page.after is None else 0
+        values["query"] = "".join(f"-{n}" for n in page if n is not None)
+        [(etag, document)] = self._engine.run(self._engine.LIST_PAGE, values)
+        if document is None:
+            return ProjectList(etag, None, None)
+        following, _, document = document.partition(b"\n")
+        return ProjectList(etag, document, int(following) if following else None)
 
     def add_token(self, account: str, digest: bytes, days: int | None = None) -> int:
         """Let a token act for the account: for this many days, or without a limit.
@@ -305,15 +308,10 @@ ACCOUNTS = """SELECT known.name, coalesce(projects, 0), coalesce(tokens, 0), cha
         FROM token GROUP BY account) AS t ON t.account = known.name
     ORDER BY known.name"""
 TOTAL = "(SELECT count(*) FROM project WHERE account = :account)"
-# What is known is neither read nor rendered.
-PAGES = f"""WITH list AS (SELECT etag, {{is_known}} AS is_known FROM {LIST_ETAG})
-    SELECT etag, document, next FROM list, (
-        SELECT CASE WHEN NOT (SELECT is_known FROM list) THEN {{document}} END AS document,
-            nullif(max(seq), (SELECT max(seq) FROM project WHERE account = :account))
-            AS next
-        FROM (SELECT {{columns}} FROM project
-            WHERE account = :account AND seq > :after AND NOT (SELECT is_known FROM list)
-            ORDER BY seq LIMIT :size OFFSET :offset) AS rows) AS page"""
+PAGE_ROWS = """project WHERE account = :account AND seq > :after
+    ORDER BY seq LIMIT :size OFFSET :offset"""
+# `after` of the page that follows; null behind the last Project.
+NEXT = "nullif(max(seq), (SELECT max(seq) FROM project WHERE account = :account))"
 APPLICATION_ID = 0x67617264  # "gard": the database is ours
 LAYOUT = 2  # of the tables
 
@@ -331,8 +329,8 @@ class Engine:
     CREATE: str
     UPDATE: str  # with :changes for the columns to set
     DELETE: str
-    LIST: str  # its row is a ProjectList, as is that of the next one
-    LIST_PAGE: str
+    LIST: str  # its row is the etag, and the document unless the etag is known
+    LIST_PAGE: str  # likewise; before the document, on a line of its own, stands `next`
     BEGIN: str  # a transaction that writes
     BEGIN_READ: str  # one that reads the state of one moment
     BEGIN_FILL: str  # one that writes, and lets nobody else do so
@@ -558,18 +556,17 @@ class SQLite(Engine):
         SET :changes version = version + 1, updated_at = max(updated_at, :now)
         WHERE {EXPECTED} RETURNING {ROW}"""
     DELETE = f"DELETE FROM project WHERE {EXPECTED} RETURNING id"
+    # json_group_array keeps the order of the rows of its subquery.
     LIST = f"""SELECT etag, CASE WHEN NOT {IS_KNOWN} THEN CAST((
-            -- json_group_array keeps the order of the rows of its subquery.
             SELECT json_group_array({DOCUMENT}) FROM (
-                SELECT * FROM project WHERE account = :account ORDER BY seq))
-            AS BLOB) END, NULL
+                SELECT * FROM project WHERE account = :account ORDER BY seq)) AS BLOB) END
         FROM {LIST_ETAG}"""
-    LIST_PAGE = PAGES.format(
-        is_known=IS_KNOWN,
-        document=f"""CAST(json_object('projectList', json_group_array({DOCUMENT}),
-            'page', :page, 'size', :size, 'total', {TOTAL}) AS BLOB)""",
-        columns="*",
-    )
+    LIST_PAGE = f"""SELECT etag, CASE WHEN NOT {IS_KNOWN} THEN CAST((
+            SELECT coalesce({NEXT}, '') || char(10) || json_object(
+                'projectList', json_group_array({DOCUMENT}),
+                'page', :page, 'size', :size, 'total', {TOTAL})
+            FROM (SELECT * FROM {PAGE_ROWS})) AS BLOB) END
+        FROM {LIST_ETAG}"""
 
     def __init__(self, path: str) -> None:
         """Open the file at `path`, created if it is missing; `:memory:` is a private one.
