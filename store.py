@@ -174,7 +174,8 @@ class Store:
         """
         values: Values = {"account": account, "known": as_list(known), "query": "-"}
         if page is None:
-            return ProjectList(*self._engine.run(self._engine.LIST, values)[0], None)
+            [(etag, document)] = self._engine.run(self._engine.LIST, values)
+            return ProjectList(etag, document, None)
         values |= page._asdict() | {"after": page.after or 0}
         values["offset"] = page.page * page.size if page.after is None else 0
         values["query"] = "".join(f"-{n}" for n in page if n is not None)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -554,6 +554,22 @@ def test_known_list_is_not_rendered(store):
         assert store.list_projects("ann", others, query).document is not None
 
 
+def test_etag_of_a_page_is_that_of_no_other_query(store):
+    for _ in range(3):
+        store.create_project("ann", {})
+    queries = [(0, 1), (0, 1, 0), (0, 1, 1), (0, 1, 2), (1, 1), (0, 2), (1, 2)]
+    pages = [store.list_projects("ann", [], Page(*query)) for query in queries]
+    assert len({page.etag for page in pages}) == len(queries)
+
+
+def test_last_page_is_that_of_the_account_and_not_of_the_table(store):
+    for account in ("ann", "ann", "bob", "bob", "bob"):
+        store.create_project(account, {})
+    assert store.list_projects("ann", [], Page(0, 1)).next == 1
+    assert store.list_projects("ann", [], Page(1, 1)).next is None
+    assert store.list_projects("ann", [], Page(0, 2)).next is None
+
+
 def test_token_acts_for_its_account_until_it_is_revoked(store):
     store.add_token("ann", b"1")
     store.add_token("bob", b"2")
@@ -765,6 +781,32 @@ def test_child_that_was_forked_during_a_write_holds_up_nobody(path):
         assert process.wait(LIMIT) == 0
 
 
+FORK_IN_THE_QUEUE = """
+import fcntl, os, sys, threading, time
+from store import SQLite, Store
+path = sys.argv[1]
+store = Store(SQLite(path))
+queue = open(f"{path}-lock", "w")
+fcntl.flock(queue, fcntl.LOCK_EX)
+writer = threading.Thread(target=store.create_project, args=("ann", {}))
+writer.start()
+time.sleep(0.3)  # now it is the first in its process, and waits for the queue
+child = os.fork()
+fcntl.flock(queue, fcntl.LOCK_UN)
+if not child:
+    store.create_project("ann", {})
+    os._exit(0)
+writer.join()
+assert os.waitpid(child, 0)[1] == 0
+print(store.list_accounts()[0].projects)
+"""
+
+
+def test_child_that_was_forked_while_a_writer_waits_has_a_turn_of_its_own(path):
+    script = [sys.executable, "-W", "ignore", "-c", FORK_IN_THE_QUEUE, path]
+    assert run(*script).stdout == "2\n"
+
+
 WRITE_AS_A_STRANGER = """
 import os, sys
 from store import SQLite, Store
@@ -865,6 +907,36 @@ def test_stuck_queue_is_waited_for_once_and_then_looked_at(store, park, path):
 
 
 @on_sqlite
+def test_patience_is_for_the_whole_queue(store, park, path, lock, raw):
+    """For the writers of the process and those of others together."""
+    seconds = []
+
+    def create():
+        started = time.monotonic()
+        with pytest.raises(Unavailable, match="still locked: "):
+            store.create_project("ann", {})
+        seconds.append(time.monotonic() - started)
+
+    lock()
+    with open(f"{path}-lock") as queue:
+        works = [(store.create_project, "ann", {}), (fcntl.flock, queue, fcntl.LOCK_EX)]
+        first, other, last = threads = [
+            threading.Thread(target=work, args=arguments)
+            for work, *arguments in [*works, (create,)]
+        ]
+        first.start()
+        while not is_locked(f"{path}-lock"):
+            assert first.is_alive()
+        other.start()
+        last.start()
+        time.sleep(1.5)
+        raw.execute("ROLLBACK")
+        for thread in threads:
+            thread.join(LIMIT)
+    assert module.PATIENCE <= seconds[0] < module.PATIENCE + 1
+
+
+@on_sqlite
 def test_foreign_lock_is_waited_for_once_and_then_looked_at(store, park, lock, raw):
     def create(_=None):
         started = time.monotonic()
@@ -888,7 +960,7 @@ WRITE_WITHOUT_SYNC = """
 import sys
 from store import SQLite, Store
 try:
-    Store(SQLite(sys.argv[1])).create_project("ann", {"name": "in doubt"})
+    Store(SQLite(sys.argv[1])).create_project("ann", {"name": "in doubt"}, *sys.argv[2:])
 except Exception as error:
     print(type(error).__name__, error)
 """
@@ -896,13 +968,34 @@ except Exception as error:
 
 @on_sqlite
 @needs("strace")
-def test_write_that_the_disk_failed_to_sync_is_in_doubt(store, park, path):
+@pytest.mark.parametrize("key", [[], ["k"]])
+def test_write_that_the_disk_failed_to_sync_is_in_doubt(store, park, path, key):
     """After a crash, SQLite may find it in the WAL."""
     fault = "inject=fdatasync,fsync:error=EIO"
     command = ["strace", "-f", "-qq", "-o", os.devnull, "-e", fault]
-    script = [sys.executable, "-c", WRITE_WITHOUT_SYNC, path]
+    script = [sys.executable, "-c", WRITE_WITHOUT_SYNC, path, *key]
     ended = run(*command, *script)
     assert ended.stdout == f"OutcomeUnknown disk I/O error: {path}\n"
+
+
+READ = """
+import sys
+from store import SQLite, Store
+try:
+    Store(SQLite(sys.argv[1])).list_tokens()
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+@on_sqlite
+@needs("strace")
+def test_read_that_the_disk_failed_leaves_nothing_in_doubt(store, park, path):
+    store.close()
+    fault = ["-P", path, "-e", "inject=pread64:error=EIO"]
+    command = ["strace", "-f", "-qq", "-o", os.devnull, *fault]
+    ended = run(*command, sys.executable, "-c", READ, path)
+    assert ended.stdout == f"Unavailable disk I/O error: {path}\n"
 
 
 def test_etag_with_a_nul_is_no_etag(store, park):
@@ -973,6 +1066,25 @@ def test_replaced_file_is_not_used_until_a_restart(store, open_store, park, path
     assert listed(open_store()) == [read(park)]
 
 
+def test_file_of_the_same_number_on_another_disk_is_not_used(mount, tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    for disk in (two, one):
+        mount(disk, "1m")
+        with closing(Store(SQLite(f"{disk}/gardening.db"))) as store:
+            store.add_token("ann", b"1")
+    assert (
+        os.stat(f"{one}/gardening.db").st_ino == os.stat(f"{two}/gardening.db").st_ino
+    )
+    reason = RESTART.format(f"{one}/gardening.db")
+    with ExitStack() as mounted, closing(Store(SQLite(f"{one}/gardening.db"))) as store:
+        run("mount", "--bind", two, one)
+        mounted.callback(run, "umount", one)
+        with pytest.raises(Unavailable, match=reason):
+            store.revoke_token(1)
+        mounted.pop_all().close()
+        assert store.revoke_token(1)
+
+
 @on_sqlite
 def test_replaced_file_meets_no_wal_of_the_old_one(open_store, path, raw):
     """Of two processes, the first to notice has no connection to the old file left."""
@@ -1024,12 +1136,13 @@ def test_write_that_met_the_removal_of_its_file_is_in_doubt(store, park, path, r
 
 
 @on_sqlite
-def test_damaged_file_is_unavailable_until_it_is_mended(store, park, path):
+@pytest.mark.parametrize("kept", [0, 100])  # bytes: none, or those of its header
+def test_damaged_file_is_unavailable_until_it_is_mended(store, park, path, kept):
     store.close()
     with open(path, "r+b") as file:
         good = file.read()
-        file.seek(0)
-        file.write(b"x" * len(good))
+        file.seek(kept)
+        file.write(b"x" * (len(good) - kept))
         file.flush()
         before = open_files()
         with pytest.raises(Unavailable):
