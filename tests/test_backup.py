@@ -154,6 +154,21 @@ def test_backup_is_private_and_replaces_nothing(store, database, file):
     assert told.startswith(f"Error: No such file or directory: {missing}.")
 
 
+def test_backup_replaces_no_link_that_leads_nowhere(store, file):
+    os.symlink("nowhere", file)
+    with pytest.raises(FileExistsError):
+        store.backup(file)
+    assert os.readlink(file) == "nowhere"
+    assert not os.path.exists(f"{file}.partial")
+
+
+def test_first_token_after_a_restore_without_one_has_the_id_1(store, file, open_target):
+    store.backup(file)
+    restored = open_target()
+    restored.restore(file)
+    assert restored.add_token("ann", digest("one")) == 1
+
+
 def test_full_disk_leaves_no_half_backup(source, database, mount, tmp_path):
     disk = tmp_path / "disk"
     mount(disk, "64k")
