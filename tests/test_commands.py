@@ -152,6 +152,20 @@ def test_account_is_one_name_however_it_is_typed(command, store, name):
     ]
 
 
+def test_account_is_known_and_deleted_however_it_is_typed(command, store):
+    composed, decomposed = (normalize(form, "Zoë") for form in ("NFC", "NFD"))
+    assert command("token", "create", composed).stderr
+    assert command("token", "create", decomposed).stderr == ""
+    assert command("account", "delete", decomposed, "--yes").exit_code == 0
+    assert store.list_accounts() == []
+
+
+def test_accounts_that_only_look_alike_are_two(command, store):
+    for name in ("Area 2", "Area ²", "ﬁr", "fir"):
+        assert command("token", "create", name).stderr == f"{name} is a new account.\n"
+    assert len(store.list_accounts()) == 4
+
+
 @pytest.mark.parametrize(
     "name", ["", " ", " a", "a ", "a\n", "a\0b", "x" * 256, "\xa0a"]
 )
