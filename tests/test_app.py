@@ -269,10 +269,12 @@ def test_odd_key_is_refused(client, key):
 
 @on_sqlite
 @pytest.mark.parametrize(
-    "key", ["k", "~" * 255, '"8e03978e-40d5-43dd-bc93-6894a57f9324"']
+    "key", ["k", "two words", "~" * 255, '"8e03978e-40d5-43dd-bc93-6894a57f9324"']
 )
 def test_printable_key_is_taken(client, key):
-    assert create(client, key).json == create(client, key).json
+    first, again = create(client, key), create(client, key)
+    assert (first.status_code, again.status_code) == (201, 201)
+    assert again.json == first.json
 
 
 def test_list_is_an_array_oldest_first(client):
