@@ -92,7 +92,8 @@ def test_lost_database_is_one_line_of_error(command, path, words):
     os.remove(path)
     result = command("token", *words)
     assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr == f"Error: unable to open database file: {path}\n"
+    told = "the file was removed or replaced; restart the service to use"
+    assert result.stderr == f"Error: {told} {path}\n"
 
 
 def test_account_may_be_any_printable_text(command):

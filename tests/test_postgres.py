@@ -37,7 +37,7 @@ from running import (
 from app import create_app
 from auth import digest
 from postgres import TIMEOUT, PostgreSQL
-from store import NotFound, OutcomeUnknown, Page, SQLite, Store, Unavailable
+from store import NotFound, OutcomeUnknown, Page, SQLite, Stale, Store, Unavailable
 
 HELLO = "/api/v1/hello-service"
 ANSWER = 6  # seconds within which the service answers, whatever happens
@@ -707,6 +707,43 @@ def test_connection_may_be_used_long_after_it_was_opened(database, open_store):
     assert len(backends(database)) == 1
 
 
+def test_each_connection_has_the_limit_of_a_request(database, open_store):
+    """Not that of the long command before it."""
+    store = open_store(database)
+    store.create_project("ann", {})
+    assert store.delete_account("ann")
+    select = "SELECT current_setting('statement_timeout') FROM pg_sleep(0.5)"
+    limits = at_once(lambda _: store._engine.run(select, {}), 3)
+    assert limits == [[("4s",)]] * 3
+    assert len(backends(database)) == 3
+
+
+def test_long_command_waits_longer_than_a_request(database, open_store):
+    store = open_store(database)
+    store.create_project("ann", {})
+    with ThreadPoolExecutor() as pool:
+        with locked(database):
+            deletion = pool.submit(store.delete_account, "ann")
+            waiting(database)
+            time.sleep(TIMEOUT + 0.5)
+            assert not deletion.done()
+        assert deletion.result(LIMIT)
+
+
+def test_deletion_of_an_account_takes_along_what_is_being_made(database, open_store):
+    store = open_store(database)
+    store.create_project("ann", {})
+    with psycopg.connect(database) as other, ThreadPoolExecutor() as pool:
+        other.execute("UPDATE account SET created = 2")
+        other.execute("""INSERT INTO project (id, account, seq, created_at, updated_at)
+            VALUES ('new', 'ann', 2, 0, 0)""")
+        deletion = pool.submit(store.delete_account, "ann")
+        waiting(database)
+        other.commit()
+        assert deletion.result(LIMIT)
+    assert execute(database, "SELECT id FROM project") == []
+
+
 RAISE = """
 CREATE FUNCTION fail() RETURNS trigger LANGUAGE plpgsql AS
     $$BEGIN RAISE 'planned' USING ERRCODE = '{}'; END$$;
@@ -770,9 +807,10 @@ def test_foreign_lock_stops_writes_until_it_ends(database, serve):
     assert client.put(project, json={"name": "x"}).json["version"] == 2
 
 
-def test_commit_without_its_standby_is_in_doubt(open_store):
+@pytest.mark.parametrize("default", ["off", "local"])
+def test_commit_without_its_standby_is_in_doubt(open_store, default):
     """Even where the server's default is not to wait for it."""
-    with server(fsync="off", synchronous_commit="off") as primary:
+    with server(fsync="off", synchronous_commit=default) as primary:
         url = primary.url("postgres")
         store = open_store(url)
         with primary.standby() as standby:
@@ -810,6 +848,30 @@ def test_change_that_meets_a_deletion_is_not_found(database, open_store):
         other.commit()
         with pytest.raises(NotFound):
             change.result(LIMIT)
+
+
+def test_conditional_deletion_that_meets_a_change_is_refused(database, open_store):
+    store = open_store(database)
+    park = store.create_project("ann", {})
+    with psycopg.connect(database) as other, ThreadPoolExecutor() as pool:
+        other.execute("SELECT FROM account FOR UPDATE")
+        deletion = pool.submit(store.delete_project, "ann", park.id, [park.etag])
+        waiting(database)
+        other.execute("UPDATE project SET version = 2")
+        other.commit()
+        with pytest.raises(Stale):
+            deletion.result(LIMIT)
+    assert json.loads(store.get_project("ann", park.id).document)["version"] == 2
+
+
+def test_text_is_kept_whatever_the_encoding_of_the_environment(
+    database, open_store, monkeypatch
+):
+    monkeypatch.setenv("PGCLIENTENCODING", "LATIN1")
+    store = open_store(database)
+    created = store.create_project("ann", {"name": "Grüße 😀"})
+    assert json.loads(created.document)["name"] == "Grüße 😀"
+    assert store.get_project("ann", created.id) == created
 
 
 def test_revoked_privileges_are_an_outage(primary, database, serve, caplog):
@@ -881,6 +943,28 @@ def test_silent_server_does_not_make_everybody_wait_in_turn(fragile):
     assert max(late) < 5
     assert len(slow) <= 2 * 4  # the one request of each process that tries
     assert {status for start, _, status, _ in times if start > back + 3} == {200}
+
+
+def test_silent_server_that_refused_meanwhile_is_used_as_soon_as_it_is_back(
+    fragile, open_store
+):
+    url = fragile.url("postgres")
+    store = open_store(url)
+    store.list_tokens()
+    with silence(fragile, url):
+        for _ in range(2):
+            with fails(Unavailable):
+                store.list_tokens()
+    fragile.run("pg_ctl", "stop", "-m", "immediate")
+
+    def reason():
+        with pytest.raises(Unavailable) as failure:
+            store.list_tokens()
+        return str(failure.value)
+
+    wait_for(lambda: "Connection refused" in reason())
+    fragile.run("pg_ctl", "start")
+    assert store.list_tokens() == []
 
 
 def test_defect_in_sql_is_no_outage(database, serve, caplog):
