@@ -19,7 +19,7 @@ import store
 from store import Engine, Unavailable, Values
 
 logger = logging.getLogger(__name__)
-TIMEOUT = 5.0  # seconds for a statement or a transaction, once connected
+TIMEOUT = 4.5  # seconds for a statement or a transaction, once connected
 PAUSE = 0.5  # seconds between two attempts to reach a server that was silent
 CONNECT_TIMEOUT = 2  # seconds for each host; libpq takes no less
 STATEMENT_TIMEOUT = 4  # seconds, after which the server itself gives up
@@ -290,7 +290,7 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
         except psycopg.OperationalError as error:
             if time.monotonic() < self.deadline:
                 raise
-            raise Silence(f"no response within {TIMEOUT:.0f} s") from error
+            raise Silence(f"no response within {TIMEOUT} s") from error
 
 
 class Silence(psycopg.OperationalError):

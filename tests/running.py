@@ -64,6 +64,8 @@ def flask(*arguments, environment, **options):
 def fetch_wheels(folder, *packages):
     """The packages for Debian's Python, fetched with the settings of this machine's pip."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", folder]
+    # A newer pip does not see that psycopg needs typing-extensions there.
+    packages = [*packages, "typing-extensions"]
     run(*pip, "--python-version=3.11", "--only-binary=:all:", *packages)
     return folder
 

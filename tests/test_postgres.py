@@ -915,7 +915,7 @@ def test_silent_server_does_not_make_everybody_wait_in_turn(fragile):
             with Client(port, token) as client:
                 status, *_ = client.fetch("GET", path)
             times.append((started, time.monotonic() - started, status, path))
-            ended.wait(0.1)
+            ended.wait(0.5)
 
     with (
         gunicorn(environment(url), "--log-level=critical") as (_, port),
@@ -937,11 +937,10 @@ def test_silent_server_does_not_make_everybody_wait_in_turn(fragile):
     assert {status for *_, status, path in silent if path == HELLO} == {200}
     assert 503 in {status for *_, status, path in silent if path == PROJECTS}
     assert max(seconds for _, seconds, *_ in silent) < 7
-    late = [seconds for start, seconds, *_ in silent if start > begin + 10]
-    slow = [seconds for seconds in late if seconds > 1]
+    late = sorted(seconds for start, seconds, *_ in silent if start > begin + 10)
     assert len(late) > 100
-    assert max(late) < 5
-    assert len(slow) <= 2 * 4  # the one request of each process that tries
+    assert late[-1] < 5  # the one request of each process that tries
+    assert late[len(late) * 9 // 10] < 1
     assert {status for start, _, status, _ in times if start > back + 3} == {200}
 
 
