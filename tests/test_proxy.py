@@ -60,21 +60,21 @@ def mixed_load(
 
 def test_thousands_of_requests_pass(environment, token, tmp_path):
     with gunicorn(environment) as (_, upstream), proxy(tmp_path, upstream) as nginx:
-        statuses = mixed_load(nginx.port, token, 200)
-    assert Counter(statuses) == {201: 400, 200: 800, 204: 400}
+        statuses = mixed_load(nginx.port, token, 400)
+    assert Counter(statuses) == {201: 800, 200: 1600, 204: 800}
 
 
 def test_reload_under_load_drops_nothing(environment, token, tmp_path):
     def reload(number: int, turn: int) -> None:
-        if (number, turn % 200) == (0, 100):
+        if (number, turn % 400) == (0, 200):
             os.kill(process.pid, signal.SIGHUP)
 
     with (
         gunicorn(environment) as (process, upstream),
         proxy(tmp_path, upstream) as nginx,
     ):
-        statuses = mixed_load(nginx.port, token, 400, reload)
-    assert len(statuses) == 8 * 400
+        statuses = mixed_load(nginx.port, token, 800, reload)
+    assert len(statuses) == 8 * 800
     assert set(statuses) == {200, 201, 204}
 
 
