@@ -153,9 +153,8 @@ class PostgreSQL(Engine):
         super().__init__()
         self._url = url
         self._is_prepared = False  # at the first use: a worker may start in an outage
-        self._retry_at: float | None = (
-            None  # by time.monotonic(), if the server is silent
-        )
+        self._heard_at = 0.0  # all times as time.monotonic() has them
+        self._retry_at: float | None = None  # None unless the server is silent
         self._trying = threading.Lock()
         try:
             # Errors quote host and port; a raw "@", "/" or ":" puts the password there.
@@ -181,7 +180,7 @@ class PostgreSQL(Engine):
 
     def execute(self, connection: "Connection", sql: str, values: Values) -> list[Any]:
         rows = connection.statement.execute(as_psycopg(sql), values).fetchall()
-        self._retry_at = None
+        self._heard_at, self._retry_at = time.monotonic(), None
         return rows
 
     def allow(self, connection: "Connection", seconds: int) -> None:
@@ -217,8 +216,9 @@ class PostgreSQL(Engine):
             return
         state = error.sqlstate
         is_silence = isinstance(error, (Silence, psycopg.errors.ConnectionTimeout))
-        pause = 0 if self._retry_at is None else PAUSE  # it may be a single statement's
-        self._retry_at = time.monotonic() + pause if is_silence else None
+        since = time.monotonic() - self._heard_at  # by any request
+        is_silent = is_silence and since > CONNECT_TIMEOUT
+        self._retry_at = time.monotonic() + PAUSE if is_silent else None
         if isinstance(error, psycopg.OperationalError) and is_lost(state):
             self.close()  # the idle ones are most likely lost as well
             raised = store.OutcomeUnknown if writes else Unavailable
@@ -253,6 +253,7 @@ class PostgreSQL(Engine):
         except psycopg.Error as error:
             self.raise_outage(error, writes=False)
             raise Unavailable(one_line(error)) from error
+        self._heard_at, self._retry_at = time.monotonic(), None
         return connection
 
     def _prepare(self, session: "Connection") -> None:
