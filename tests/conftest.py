@@ -3,17 +3,19 @@ import shutil
 import sqlite3
 import subprocess
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import pytest
 from conformance import check_response
 from flask.testing import FlaskClient
-from running import LIMIT, PROJECTS, flask, run
+from running import LIMIT, MEMORY, PROJECTS, run
 
 from app import create_app
-from auth import digest
+from auth import digest, issue_token
 from store import SQLite, Store
 
+if MEMORY:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
 pytest_plugins = ["testing"]
 pytest.register_assert_rewrite("machine", "nginx")
 
@@ -193,9 +195,15 @@ def environment(path):
     return os.environ | {"FLASK_DATABASE": path}
 
 
+def token_on(database, account="ann"):
+    """A new token, sooner than the command would print it."""
+    with closing(store_on(database)) as store:
+        return issue_token(store, account).token
+
+
 @pytest.fixture
-def token(environment):
-    return flask("token", "create", "ann", environment=environment).strip()
+def token(path):
+    return token_on(path)
 
 
 @pytest.fixture(scope="module")  # its event loop must not meet that of another module

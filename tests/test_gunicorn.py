@@ -8,10 +8,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.client import HTTPResponse
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+from conftest import token_on
 from nginx import assert_problem
-from running import BIN, LIMIT, PROJECTS, Client, flask, gunicorn, run
+from running import BIN, LIMIT, PROJECTS, Client, gunicorn, port_of, run
 
 HELLO = "/api/v1/hello-service"
 UNREAD = {  # requests that get a response before their body is read
@@ -55,24 +58,51 @@ def test_environment_sets_address_and_number_of_workers(environment):
     assert (settings["bind"], settings["workers"]) == ("['0.0.0.0:8080']", "3")
 
 
+class Shared(NamedTuple):
+    """A gunicorn for tests that change nothing which another one sees."""
+
+    port: int
+    database: str
+    access_log: Path
+    error_log: Path
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shared")
+    database = str(folder / "gardening.db")
+    logs = folder / "access.log", folder / "error.log"
+    with (
+        logs[0].open("wb") as stdout,
+        gunicorn(
+            os.environ | {"FLASK_DATABASE": database},
+            f"--error-logfile={logs[1]}",
+            stdout=stdout,
+        ) as (_, port),
+    ):
+        yield Shared(port, database, *logs)
+
+
 @pytest.fixture
-def log(environment, token, tmp_path):
-    """A function that sends raw requests, and returns the lines of the access log."""
+def token(shared):
+    return token_on(shared.database)
+
+
+@pytest.fixture
+def log(shared, token):
+    """A function that sends raw requests, and returns their lines of the access log."""
 
     def log(*requests):
-        file = tmp_path / "access.log"
-        with (
-            file.open("wb") as stdout,
-            gunicorn(environment, stdout=stdout) as (_, port),
-        ):
+        with shared.access_log.open("rb") as lines:
+            lines.seek(0, os.SEEK_END)
             for request in requests:
                 head = f"{request}\r\nHost: x\r\nConnection: close\r\n\r\n"
                 head = head.replace("TOKEN", token)
-                with connect(port) as client:
+                with connect(shared.port) as client:
                     client.sendall(head.encode())
                     while client.recv(65536):
                         pass
-        return file.read_bytes().decode().splitlines()
+            return lines.read().decode().splitlines()
 
     return log
 
@@ -113,8 +143,8 @@ def test_nothing_in_a_path_or_header_forges_a_log_line(log, token, text):
     assert len(lines) <= 3
 
 
-def test_backslashes_and_quotes_are_escaped_in_the_log(log, environment):
-    token = flask("token", "create", 'a"b\\', environment=environment).strip()
+def test_backslashes_and_quotes_are_escaped_in_the_log(log, shared):
+    token = token_on(shared.database, 'a"b\\')
     [line] = log(
         f'GET /a\\"b\\ HTTP/1.1\r\nX-Request-Id: c\\"d\\\r\n'
         f"Authorization: Bearer {token}",
@@ -140,24 +170,17 @@ def test_token_in_the_wrong_place_is_masked_in_the_log(log):
         assert not [part for part in PARTS if part in line]
 
 
-def test_malformed_request_leaves_no_token_in_the_log(log, capfd):
+def test_malformed_request_leaves_no_token_in_the_log(log, shared):
+    before = shared.error_log.read_text()
     log(
         f"GET / HTTP/1.1\r\nAuthorization Bearer {FIXED}",
         f"GET / HTTP/1.1\r\n:A: Bearer {FIXED}",
         f"GET / {FIXED}",
         f"{FIXED} / HTTP/1.1",
     )
-    logged = capfd.readouterr().err
+    logged = shared.error_log.read_text().removeprefix(before)
     assert logged.count("Invalid request") == 4
     assert not [part for part in PARTS if part in logged]
-
-
-@pytest.fixture(scope="module")
-def shared_port(tmp_path_factory):
-    """Of a gunicorn for tests that change nothing."""
-    database = tmp_path_factory.mktemp("shared") / "gardening.db"
-    with gunicorn(os.environ | {"FLASK_DATABASE": str(database)}) as (_, port):
-        yield port
 
 
 @pytest.mark.parametrize(
@@ -173,8 +196,8 @@ def shared_port(tmp_path_factory):
         (["X" * 30 + f" {HELLO} HTTP/1.1"], 400),
     ],
 )
-def test_refusal_of_gunicorn_is_a_problem_document(shared_port, lines, status):
-    with connect(shared_port) as client:
+def test_refusal_of_gunicorn_is_a_problem_document(shared, lines, status):
+    with connect(shared.port) as client:
         client.sendall("\r\n".join([*lines, "Host: x", "", ""]).encode())
         response = HTTPResponse(client)
         response.begin()
@@ -183,7 +206,8 @@ def test_refusal_of_gunicorn_is_a_problem_document(shared_port, lines, status):
     assert_problem(received, status)
 
 
-def test_metrics_of_each_request_are_sent_to_statsd(environment, token):
+def test_metrics_of_each_request_are_sent_to_statsd(environment, path):
+    token = token_on(path)
     with socket.socket(type=socket.SOCK_DGRAM) as statsd:
         statsd.bind(("127.0.0.1", 0))
         statsd.settimeout(LIMIT)
@@ -228,31 +252,26 @@ def receive(stream):
 @pytest.mark.parametrize("chunked", [False, True], ids=["length", "chunked"])
 @pytest.mark.parametrize("server", ["gunicorn", "test service"])
 def test_unread_body_leaves_the_connection_usable_or_announces_its_end(
-    environment, token, gardening, server, chunked
+    shared, token, gardening, server, chunked
 ):
-    with gunicorn(environment) as (_, port):
-        if server == "test service":
-            port, token = int(gardening.url.rpartition(":")[2]), gardening.token
-        for status, size in [*MIX, (413, 65_537), (413, 100_000), (413, 1_000_000)]:
-            method, path, signed, kind = UNREAD.get(status, UNREAD[415])
-            kind = "application/json" if status == 413 else kind
-            headers = [f"Content-Type: {kind}"]
-            headers += [f"Authorization: Bearer {token}"] * signed
-            with (
-                connect(port) as connection,
-                connection.makefile("rb") as stream,
-            ):
-                send(connection, method, path, headers, size, chunked)
-                found, responded = receive(stream)
-                assert found == status
-                if responded.get("Connection") != "close":
-                    send(connection, "GET", HELLO, [], 0, False)
-                    assert receive(stream)[0] == 200
+    port = shared.port
+    if server == "test service":
+        port, token = port_of(gardening.url), gardening.token
+    for status, size in [*MIX, (413, 65_537), (413, 100_000), (413, 1_000_000)]:
+        method, path, signed, kind = UNREAD.get(status, UNREAD[415])
+        kind = "application/json" if status == 413 else kind
+        headers = [f"Content-Type: {kind}"]
+        headers += [f"Authorization: Bearer {token}"] * signed
+        with connect(port) as connection, connection.makefile("rb") as stream:
+            send(connection, method, path, headers, size, chunked)
+            found, responded = receive(stream)
+            assert found == status
+            if responded.get("Connection") != "close":
+                send(connection, "GET", HELLO, [], 0, False)
+                assert receive(stream)[0] == 200
 
 
-def test_stuck_writer_holds_up_neither_writers_nor_readers_for_long(
-    environment, token, path
-):
+def test_stuck_writer_holds_up_neither_writers_nor_readers_for_long(environment, path):
     """2 processes of 2 threads, 8 writers and 2 readers, and the queue is held."""
 
     def timed(method, body=None):
@@ -267,6 +286,7 @@ def test_stuck_writer_holds_up_neither_writers_nor_readers_for_long(
             found.append(timed("GET"))
         return found
 
+    token = token_on(path)
     with gunicorn(environment) as (_, port), ThreadPoolExecutor(10) as threads:
         with Client(port, token) as client:
             url = f"{PROJECTS}/{client.call('POST', PROJECTS, {})[1]['id']}"
@@ -284,16 +304,13 @@ def test_stuck_writer_holds_up_neither_writers_nor_readers_for_long(
         assert timed("PUT", {})[1] == 200
 
 
-def test_body_that_ends_early_changes_nothing(environment, token):
-    with gunicorn(environment) as (_, port), Client(port, token) as client:
-        head = [
-            f"POST {PROJECTS} HTTP/1.1",
-            "Host: x",
-            "Content-Type: application/json",
-        ]
-        head += [f"Authorization: Bearer {token}", "Content-Length: 100", "", "{}"]
-        with connect(port) as connection:
-            connection.sendall("\r\n".join(head).encode())
-            connection.shutdown(socket.SHUT_WR)
-            assert connection.recv(65536).startswith(b"HTTP/1.1 400 ")
+def test_body_that_ends_early_changes_nothing(shared):
+    token = token_on(shared.database, "bob")
+    head = [f"POST {PROJECTS} HTTP/1.1", "Host: x", "Content-Type: application/json"]
+    head += [f"Authorization: Bearer {token}", "Content-Length: 100", "", "{}"]
+    with connect(shared.port) as connection:
+        connection.sendall("\r\n".join(head).encode())
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 400 ")
+    with Client(shared.port, token) as client:
         assert client.call("GET", PROJECTS) == (200, [])

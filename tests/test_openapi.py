@@ -211,7 +211,7 @@ def test_schemathesis_finds_nothing(gardening, tmp_path):
         text=True,
         capture_output=True,
         check=False,
-        timeout=4 * LIMIT,
+        timeout=10 * LIMIT,
     )
     assert run.returncode == 0, run.stdout
     assert "No issues found" in run.stdout

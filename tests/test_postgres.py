@@ -20,6 +20,7 @@ from statistics import median
 import psycopg
 import pytest
 import running
+from conftest import token_on
 from postgresql import AS_SERVER, BINARIES, server
 from running import (
     BIN,
@@ -29,7 +30,6 @@ from running import (
     Client,
     at_once,
     fill,
-    flask,
     gunicorn,
     wait_for,
     workers,
@@ -273,7 +273,7 @@ def test_many_processes_start_at_once_on_an_empty_database(database, isolation):
 
 @pytest.mark.parametrize("options", [[], ["--preload"]], ids=["", "preload"])
 def test_workers_share_no_connection(primary, database, options):
-    token = run(database, "flask", "token", "create", "ann").strip()
+    token = token_on(database)
     with gunicorn(environment(database), *options) as (process, port):
 
         def work(_):
@@ -525,7 +525,7 @@ def test_failover_loses_no_acknowledged_write(tmp_path):
     with server(fsync="off") as primary, primary.standby() as standby:
         hosts = f"127.0.0.1:{standby.port},127.0.0.1:{primary.port}"
         url = f"postgresql://postgres@{hosts}/postgres"
-        token = run(url, "flask", "token", "create", "ann").strip()
+        token = token_on(url)
         with (
             gunicorn(environment(url), "--preload", "--log-level=critical") as (
                 process,
@@ -566,7 +566,7 @@ def test_failover_loses_no_acknowledged_write(tmp_path):
 @pytest.mark.parametrize("mode", ["fast", "immediate"])
 def test_restart_is_noticed_before_a_request_fails(fragile, mode):
     url = fragile.url("postgres")
-    token = run(url, "flask", "token", "create", "ann").strip()
+    token = token_on(url)
     # A worker that starts meanwhile would give up, and gunicorn with it.
     with gunicorn(environment(url), "--preload") as (_, port):
 
@@ -585,7 +585,7 @@ def test_restart_is_noticed_before_a_request_fails(fragile, mode):
 
 def test_worker_that_starts_during_an_outage_outlives_it(fragile):
     url = fragile.url("postgres")
-    token = run(url, "flask", "token", "create", "ann").strip()
+    token = token_on(url)
     options = ["--workers=1", "--log-level=critical"]
     with gunicorn(environment(url), *options) as (process, port):
 
@@ -920,7 +920,7 @@ def silence(server, url):
 def test_silent_server_does_not_make_everybody_wait_in_turn(fragile):
     """60 clients of 2 processes with 2 threads each."""
     url, times = fragile.url("postgres"), []
-    token = flask("token", "create", "ann", environment=environment(url)).strip()
+    token = token_on(url)
     ended = threading.Event()
 
     def work(number):

@@ -13,6 +13,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+from conftest import token_on
 from running import (
     BIN,
     LIMIT,
@@ -162,7 +163,7 @@ def test_full_disk_stops_writes_until_there_is_room(environment, mount, tmp_path
     disk = tmp_path / "disk"
     mount(disk, "1m")
     environment |= {"FLASK_DATABASE": str(disk / "gardening.db")}
-    token = flask("token", "create", "ann", environment=environment).strip()
+    token = token_on(environment["FLASK_DATABASE"])
     with gunicorn(environment) as (_, port), Client(port, token) as client:
         writer = Writer(client)
         fill(disk)
