@@ -254,7 +254,7 @@ class Store:
     ) -> Any:
         values["now"] = self._now()
         values["expected"] = None if expected is None else as_list(expected)
-        values["refused"] = as_list(refused)
+        values["refused"] = as_list(refused) if refused else None
         rows = self._engine.write(sql, values)
         if rows:
             return rows[0]
@@ -315,6 +315,45 @@ PAGE_ROWS = """project WHERE account = :account AND seq > :after
 NEXT = "nullif(max(seq), (SELECT max(seq) FROM project WHERE account = :account))"
 APPLICATION_ID = 0x67617264  # "gard": the database is ours
 LAYOUT = 2  # of the tables
+# The tables that are the same in both engines, in SQLite's words for the types.
+KEYS = """
+CREATE TABLE idempotency_key (                      -- outlives its Project: it is spent
+    account     TEXT    NOT NULL,
+    key         TEXT    NOT NULL,
+    digest      BLOB    NOT NULL,                   -- SHA-256 of the members
+    project     TEXT    NOT NULL,
+    PRIMARY KEY (account, key)
+) STRICT, WITHOUT ROWID;
+"""
+COMMON = f"""
+CREATE TABLE token (
+    id          INTEGER PRIMARY KEY AUTOINCREMENT,  -- a late revoke hits no newer token
+    account     TEXT    NOT NULL,
+    digest      BLOB    NOT NULL UNIQUE,            -- SHA-256
+    created_at  INTEGER NOT NULL,                   -- all times in epoch milliseconds
+    expires_at  INTEGER                             -- NULL: never
+) STRICT;
+CREATE TABLE project (
+    id          TEXT    NOT NULL UNIQUE,
+    account     TEXT    NOT NULL,
+    seq         INTEGER NOT NULL,                   -- the account's order of creation
+    name        TEXT,
+    created_at  INTEGER NOT NULL,
+    updated_at  INTEGER NOT NULL,
+    version     INTEGER NOT NULL DEFAULT 1,
+    postal_code TEXT,
+    location    TEXT,                               -- JSON: a REAL shows 15 digits only
+    PRIMARY KEY (account, seq)
+) STRICT, WITHOUT ROWID;  -- kept in the order of its key, so a list is one range of it
+{KEYS}
+CREATE TABLE part (                                 -- a region, zone, parcel, controller
+    id          TEXT    PRIMARY KEY,
+    project     TEXT    NOT NULL REFERENCES project (id) ON DELETE CASCADE,
+    kind        TEXT    NOT NULL
+) STRICT;
+-- Without this index, deleting a Project would scan all parts.
+CREATE INDEX part_project ON part (project);
+"""
 
 
 class Engine:
@@ -337,6 +376,11 @@ class Engine:
     BEGIN_FILL: str  # one that writes, and lets nobody else do so
     LAST_TOKEN: str  # the highest id that a token has had
     SET_LAST_TOKEN: tuple[str, ...]
+    take: Callable[[list[Any]], Any]  # a connection that is open: an idle or a new one
+    execute: Callable[[Any, str, Values], list[Any]]  # all rows
+    fill: Callable[[Any, str, list[str], Any], int]  # a table; how many rows they were
+    backup: Callable[[str], None]
+    raise_outage: Callable[[BaseException, bool], None]  # of a write? if it is no defect
 
     def __init__(self) -> None:
         self._idle: dict[int, list[Any]] = defaultdict(list)
@@ -384,13 +428,6 @@ class Engine:
         else:
             idle.append(connection)
 
-    def take(self, idle: list[Any]) -> Any:
-        """A connection that is open: one of the idle ones, or a new one."""
-        raise NotImplementedError
-
-    def execute(self, connection: Any, sql: str, values: Values) -> list[Any]:
-        raise NotImplementedError
-
     def allow(self, connection: Any, seconds: int) -> None:
         """Let its statements take so long."""
 
@@ -398,22 +435,12 @@ class Engine:
         """A cursor over all rows of the table."""
         return connection.execute(f"SELECT * FROM {table}")
 
-    def fill(self, connection: Any, table: str, columns: list[str], rows: Any) -> int:
-        """Add the rows to the table, and return how many they were."""
-        raise NotImplementedError
-
-    def backup(self, path: str) -> None:
-        raise NotImplementedError
-
     def give_up(self, connection: Any, error: BaseException, writes: bool) -> None:
         """Close the connection; raise Unavailable if the error is an outage, no defect."""
         if connection is not None:
             connection.close()
         # Without a connection, nothing was sent that might have been made.
         self.raise_outage(error, writes and connection is not None)
-
-    def raise_outage(self, error: BaseException, writes: bool) -> None:
-        raise NotImplementedError
 
     def upgrades(self, layout: int | None, tables: int) -> tuple[str, ...]:
         """What brings a database of so many tables up to date, if its mark is this.
@@ -451,15 +478,6 @@ SHORT_PATIENCE = 0.1  # seconds, after a failed write, until one succeeds
 OUTAGE = re.compile(  # what an operator can mend, or a retry can get past
     "SQLITE_(BUSY|LOCKED|READONLY|IOERR|CORRUPT|FULL|CANTOPEN|PROTOCOL|NOTADB)"
 )
-KEYS = """
-CREATE TABLE idempotency_key (                      -- outlives its Project: it is spent
-    account     TEXT    NOT NULL,
-    key         TEXT    NOT NULL,
-    digest      BLOB    NOT NULL,                   -- SHA-256 of the members
-    project     TEXT    NOT NULL,
-    PRIMARY KEY (account, key)
-) STRICT, WITHOUT ROWID;
-"""
 TRIGGERS = """
 CREATE TRIGGER project_insert AFTER INSERT ON project BEGIN
     REPLACE INTO account VALUES (new.account, hex(randomblob(8)), new.seq); END;
@@ -476,33 +494,7 @@ CREATE TABLE account (
     revision    TEXT    NOT NULL,
     created     INTEGER NOT NULL DEFAULT 0          -- Projects ever: the last one's seq
 ) STRICT;
-CREATE TABLE token (
-    id          INTEGER PRIMARY KEY AUTOINCREMENT,  -- a late revoke hits no newer token
-    account     TEXT    NOT NULL,
-    digest      BLOB    NOT NULL UNIQUE,            -- SHA-256
-    created_at  INTEGER NOT NULL,                   -- all times in epoch milliseconds
-    expires_at  INTEGER                             -- NULL: never
-) STRICT;
-CREATE TABLE project (
-    id          TEXT    NOT NULL UNIQUE,
-    account     TEXT    NOT NULL,
-    seq         INTEGER NOT NULL,                   -- the account's order of creation
-    name        TEXT,
-    created_at  INTEGER NOT NULL,
-    updated_at  INTEGER NOT NULL,
-    version     INTEGER NOT NULL DEFAULT 1,
-    postal_code TEXT,
-    location    TEXT,                               -- JSON: a REAL shows 15 digits only
-    PRIMARY KEY (account, seq)
-) STRICT, WITHOUT ROWID;  -- kept in the order of its key, so a list is one range of it
-{KEYS}
-CREATE TABLE part (                                 -- a region, zone, parcel, controller
-    id          TEXT    PRIMARY KEY,
-    project     TEXT    NOT NULL REFERENCES project (id) ON DELETE CASCADE,
-    kind        TEXT    NOT NULL
-) STRICT;
--- Without this index, deleting a Project would scan all parts.
-CREATE INDEX part_project ON part (project);
+{COMMON}
 {TRIGGERS}
 PRAGMA application_id = {APPLICATION_ID};
 """
@@ -524,7 +516,7 @@ DOCUMENT = """json_object(
 ROW = f"id, {ETAG}, CAST({DOCUMENT} AS BLOB)"
 EXPECTED = f"""id = :id AND account = :account
     AND (:expected IS NULL OR {ETAG} IN (SELECT value FROM json_each(:expected)))
-    AND {ETAG} NOT IN (SELECT value FROM json_each(:refused))"""
+    AND (:refused IS NULL OR {ETAG} NOT IN (SELECT value FROM json_each(:refused)))"""
 IS_KNOWN = "etag IN (SELECT value FROM json_each(:known))"
 
 
@@ -763,7 +755,10 @@ def locked(path: str, deadline: float) -> Iterator[None]:
     except OSError as error:
         raise Unavailable(f"{error.strerror}: {path}") from error
     try:
-        while not try_lock(file):
+        while True:
+            with suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
             if time.monotonic() > deadline:
                 raise Unavailable(f"still locked: {path}")
             time.sleep(POLL_INTERVAL)
@@ -824,11 +819,3 @@ def scratch(path: str | None = None) -> Iterator["SQLite"]:
                 raise Unavailable(f"{error}: {path}") from error
         with closing(SQLite(file)) as engine:
             yield engine
-
-
-def try_lock(file: int) -> bool:
-    """Take the lock of the file, if nobody else has it."""
-    with suppress(BlockingIOError):
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    return False
