@@ -322,36 +322,28 @@ def on_invalid(error: ValidationError) -> Response:
 
 
 STALE = "The ETag of the Project does not satisfy If-Match (strong ones only) or If-None-Match."
-# What the store raises, as a caller is told: the status, the detail, and more members.
-STORE_ERRORS: dict[type[Exception], tuple[int, str, dict[str, object]]] = {
-    store.NotFound: (404, "Your account has no Project with this id.", {}),
-    store.Stale: (412, STALE, {}),
-    store.KeyReused: (
-        422,
-        "This Idempotency-Key was used with other members.",
-        {"type": "urn:gardening:key-reused", "errors": {}},
-    ),
-    store.KeySpent: (
-        409,
-        "The Project of this Idempotency-Key has been deleted.",
-        {"type": "urn:gardening:key-spent"},
-    ),
-    store.Unavailable: (
-        503,
-        "The database is unavailable; nothing was changed. Try again later.",
-        {},
-    ),
-    store.OutcomeUnknown: (
-        503,
-        "The change may have been made, or not: read before you repeat it.",
-        {"type": "urn:gardening:outcome-unknown"},
-    ),
+UNAVAILABLE = "The database is unavailable; nothing was changed. Try again later."
+UNKNOWN = "The change may have been made, or not: read before you repeat it."
+# What the store raises, as a caller is told.
+STORE_ERRORS: dict[type[Exception], tuple[int, str]] = {
+    store.NotFound: (404, "Your account has no Project with this id."),
+    store.Stale: (412, STALE),
+    store.KeyReused: (422, "This Idempotency-Key was used with other members."),
+    store.KeySpent: (409, "The Project of this Idempotency-Key has been deleted."),
+    store.Unavailable: (503, UNAVAILABLE),
+    store.OutcomeUnknown: (503, UNKNOWN),
+}
+MORE: dict[type[Exception], dict[str, object]] = {  # for a program, of their documents
+    store.KeyReused: {"type": "urn:gardening:key-reused", "errors": {}},
+    store.KeySpent: {"type": "urn:gardening:key-spent"},
+    store.OutcomeUnknown: {"type": "urn:gardening:outcome-unknown"},
 }
 
 
 def on_store_error(error: Exception) -> Response:
-    status, detail, members = STORE_ERRORS[type(error)]
-    response = problem(http.default_exceptions[status](detail), **members)
+    kind = type(error)
+    status, detail = STORE_ERRORS[kind]
+    response = problem(http.default_exceptions[status](detail), **MORE.get(kind, {}))
     if status == 503:
         current_app.logger.error("Database unavailable: %s", error)
         response.retry_after = RETRY_AFTER

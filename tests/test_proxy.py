@@ -95,15 +95,10 @@ def test_no_idle_connection_ends_in_a_502(environment, token, tmp_path):
 
 
 @pytest.mark.parametrize("prefix", ["", "/garden"])
-def test_location_leads_back_through_the_proxy(environment, token, tmp_path, prefix):
-    with (
-        gunicorn(environment) as (_, upstream),
-        proxy(tmp_path, upstream) as nginx,
-        TLSClient(nginx.port, token) as client,
-    ):
-        _, headers, content = client.ask("POST", prefix + PROJECTS, {})
-        assert headers["Location"].startswith(f"{prefix}{PROJECTS}/")
-        assert client.call("GET", headers["Location"]) == (200, json.loads(content))
+def test_location_leads_back_through_the_proxy(client, prefix):
+    _, headers, content = client.ask("POST", prefix + PROJECTS, {})
+    assert headers["Location"].startswith(f"{prefix}{PROJECTS}/")
+    assert client.call("GET", headers["Location"]) == (200, json.loads(content))
 
 
 @pytest.fixture
