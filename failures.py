@@ -9,6 +9,8 @@ import errno
 import fcntl
 import json
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -80,6 +82,11 @@ def let_fail(store: Any, name: str) -> None:
     setattr(store, name, call)
 
 
+def end_with(lifeline: int) -> None:
+    os.read(lifeline, 1)
+    os.killpg(0, signal.SIGKILL)
+
+
 def refusal(failure: str) -> Response:
     """What the proxy says."""
     (seconds, detail), status = PROXY[failure], HTTPStatus(int(failure))
@@ -91,8 +98,9 @@ def refusal(failure: str) -> Response:
     return response
 
 
-def create_app() -> Callable[..., Iterable[bytes]]:
-    """The WSGI application."""
+def create_app(lifeline: int) -> Callable[..., Iterable[bytes]]:
+    """The WSGI application; gunicorn ends once nobody holds the lifeline's other end."""
+    threading.Thread(target=end_with, args=[lifeline], daemon=True).start()
     from app import create_app  # slow, and nothing to the command, which writes plans
 
     app = create_app()
