@@ -3,7 +3,6 @@
 It is above auth and store, and knows nothing of HTTP or SQL.
 """
 
-import errno
 import logging
 import re
 import sys
@@ -49,9 +48,9 @@ def pass_store(command: Callable[..., None]) -> Callable[..., None]:
     """Give the command the app's store, as click's pass_obj does with an object."""
 
     @wraps(command)
+    @one_line_errors()
     def with_store(**arguments: object) -> None:
-        with one_line_errors():
-            command(current_app.extensions["store"], **arguments)
+        command(current_app.extensions["store"], **arguments)
 
     return with_store
 
@@ -66,11 +65,11 @@ token_commands = Group("token", help="Issue, list and revoke access tokens.")
 @pass_store
 def create_token(store: Store, account: str, days: int | None) -> None:
     """Print a new token for ACCOUNT; it cannot be shown again."""
+    if sys.stdout is None:
+        raise click.UsageError("Standard output is closed.")
     is_new = not store.has_account(account_name(account))
     token, id = issue_token(store, account, days)
     try:
-        if sys.stdout is None:
-            raise OSError(errno.EBADF, "standard output is closed")
         click.echo(token)
     except OSError:
         store.revoke_token(id)
@@ -86,9 +85,8 @@ def list_tokens(store: Store) -> None:
     tokens = store.list_tokens()
     line = "{:>4}  {:16}  {:16}  {}"
     click.echo(line.format("ID", "CREATED (UTC)", "EXPIRES (UTC)", "ACCOUNT"))
-    for token in tokens:
-        created, expires = utc(token.created_at), utc(token.expires_at)
-        click.echo(line.format(token.id, created, expires, token.account))
+    for id, created_at, expires_at, account in tokens:
+        click.echo(line.format(id, utc(created_at), utc(expires_at), account))
 
 
 def utc(time: int | None) -> str:

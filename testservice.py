@@ -29,8 +29,7 @@ from typing import Any, NoReturn
 
 HERE = Path(__file__).resolve().parent
 SETTINGS = ("FLASK_", "GARDENING_", "GUNICORN_", "PYTHON", "WEB_CONCURRENCY")
-GUNICORN = """gunicorn --workers=1 --threads=8 --log-level=warning
-    --access-logfile=/dev/null"""
+OPTIONS = "--workers=1 --threads=8 --log-level=warning --access-logfile=/dev/null"
 REQUEST = {"account": "", "expired": False, "fail": []}  # what is not given
 ENDINGS = [signal.SIGTERM, signal.SIGINT, signal.SIGCHLD]
 START_TIMEOUT = 60  # seconds
@@ -51,12 +50,10 @@ def main() -> None:
     host, _, port = bind.rpartition(":")
     try:
         listener = socket.create_server((host, int(port)))
-    except OSError as error:
-        parser.error(f"{bind}: {error.strerror}")
-    except (OverflowError, ValueError):
-        parser.error(f"{bind} is not HOST:PORT")
-    memory = "/dev/shm"  # where no write waits for a disk
-    default = memory if os.access(memory, os.W_OK) else "/tmp"
+    except (OSError, OverflowError, ValueError) as error:
+        parser.error(f"cannot listen on {bind} as HOST:PORT: {error}")
+    # A write to /dev/shm waits for no disk.
+    default = "/dev/shm" if os.access("/dev/shm", os.W_OK) else "/tmp"
     # Not tempfile.gettempdir(): it probes with a file, which a kill would leave behind.
     place = os.path.abspath(os.environ.get("TMPDIR") or default)
     run(listener, os.path.join(place, f"gardening-{secrets.token_hex(8)}"))
@@ -93,12 +90,13 @@ def run(listener: socket.socket, folder: str) -> None:
         os.mkdir(folder, 0o700)
         database = os.path.join(folder, "gardening.db")
         store = Store(SQLite(database))  # so gunicorn.conf.py need not check it
-        options = [f"--bind=fd://{listener.fileno()}", f"--worker-tmp-dir={folder}"]
         application = f"failures:create_app({lifeline})"
+        options = [f"--bind=fd://{listener.fileno()}", f"--worker-tmp-dir={folder}"]
+        command = [sys.executable, "-m", "gunicorn", application, *options]
         theirs = os.environ.items()
         environment = {k: v for k, v in theirs if not k.startswith(SETTINGS)}
         subprocess.Popen(
-            [sys.executable, "-m", *GUNICORN.split(), *options, application],
+            command + OPTIONS.split(),
             cwd=HERE,
             env=environment | {"FLASK_DATABASE": database},
             stdin=subprocess.DEVNULL,
@@ -134,9 +132,8 @@ def serve_tokens(listener: socket.socket, store: Any, folder: str) -> None:
             given = json.loads(line) if line.startswith("{") else {"account": line}
             match [*(REQUEST | given).values()]:
                 case str(account), bool(expired), [*plan]:
-                    days = 0 if expired else None
                     account = account or secrets.token_hex()
-                    token = issue_token(store, account, days).token
+                    token, _ = issue_token(store, account, 0 if expired else None)
                     if plan:
                         write_plan(folder, token, plan)
                     return {"token": token}
