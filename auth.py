@@ -22,7 +22,7 @@ View = Callable[..., ResponseReturnValue]
 
 
 def issue_token(store: Store, account: str, days: int | None = None) -> tuple[str, int]:
-    """A new token and its id; with `days=0` it has already expired. Raises ValueError."""
+    """A new token, with `days=0` an expired one, and its id. Raises ValueError."""
     token = PREFIX + secrets.token_urlsafe(32)
     return token, store.add_token(account_name(account), digest(token), days)
 
@@ -40,6 +40,11 @@ def digest(token: str) -> bytes:
     return hashlib.sha256(token.encode()).digest()
 
 
+def current_store() -> Store:
+    store: Store = current_app.extensions["store"]
+    return store
+
+
 def token_required(view: View) -> View:
     """Give the view the account of the caller's token, or respond 401 (RFC 6750 3)."""
 
@@ -49,8 +54,7 @@ def token_required(view: View) -> View:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not token.strip():
             raise unauthorized("Send the header Authorization: Bearer <ACCESS_TOKEN>.")
-        store: Store = current_app.extensions["store"]
-        account = store.find_account(digest(token.strip()))
+        account = current_store().find_account(digest(token.strip()))
         if account is None:
             detail = "The token is unknown, expired or revoked: use another one."
             raise unauthorized(detail, ', error="invalid_token"')
