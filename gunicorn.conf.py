@@ -72,22 +72,17 @@ access_log_format = '%({x-request-id}i)s "%(u)s" "%(m)s %(U)s" %(s)s %(B)s %(D)s
 
 
 def on_starting(server: Arbiter) -> None:
-    """Refuse an unusable database once, here, and not in every worker.
-
-    In a process of its own: what the master imported would outlive a reload.
-    """
+    """Refuse an unusable database once, here, and not in every worker."""
     if server.cfg.default_proc_name.startswith("failures:"):
         return  # the test service has opened it already
+    # In a process of its own: what the master imported would outlive a reload.
     check = [sys.executable, "-m", "flask", "--app", "app", "token", "list"]
     if status := subprocess.call(check, stdout=subprocess.DEVNULL):
         sys.exit(status)
 
 
 def pre_request(worker: Worker, request: Request) -> None:
-    """Announce that the connection closes where gunicorn may not drain the body.
-
-    A body that the service refused unread would otherwise be read as the next request.
-    """
+    """Announce a close where gunicorn may take the rest of a body for a request."""
     headers = dict(request.headers)
     size = int(headers.get("CONTENT-LENGTH", 0))
     if size >= UNREAD_LIMIT or "TRANSFER-ENCODING" in headers:
