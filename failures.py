@@ -73,7 +73,7 @@ def end_with(lifeline: int) -> None:
 
 
 def create_app(lifeline: int) -> Callable[..., Iterable[bytes]]:
-    """The WSGI application; gunicorn ends once nobody holds the lifeline's other end."""
+    """The WSGI application; gunicorn ends when the lifeline's other end closes."""
     threading.Thread(target=end_with, args=[lifeline], daemon=True).start()
     from app import create_app  # slow, and nothing to the command, which writes plans
 

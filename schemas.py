@@ -18,7 +18,7 @@ NOT_FINITE: dict[str, Any] = {"special": "Not a number that a double can hold."}
 
 
 class OutputOnly(fields.Raw):
-    """Set by the service: taken and ignored (AIP-203), where dump_only would refuse it."""
+    """Set by the service: taken and ignored (AIP-203); dump_only would refuse it."""
 
     def deserialize(self, *args: Any, **kwargs: Any) -> Any:
         return missing
