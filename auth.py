@@ -9,7 +9,7 @@ import secrets
 import unicodedata
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 from flask import current_app, request
 from flask.typing import ResponseReturnValue
@@ -21,22 +21,14 @@ PREFIX = "gardening_"  # by which a secret scanner recognizes a leaked token
 View = Callable[..., ResponseReturnValue]
 
 
-class Issued(NamedTuple):
-    token: str
-    id: int
-
-
-def issue_token(store: Store, account: str, days: int | None = None) -> Issued:
-    """Store a new token; with `days=0` it has already expired. Raises ValueError."""
+def issue_token(store: Store, account: str, days: int | None = None) -> tuple[str, int]:
+    """A new token, with `days=0` an expired one, and its id. Raises ValueError."""
     token = PREFIX + secrets.token_urlsafe(32)
-    return Issued(token, store.add_token(account_name(account), digest(token), days))
+    return token, store.add_token(account_name(account), digest(token), days)
 
 
 def account_name(text: str) -> str:
-    """The name, normalized to NFC (UAX 15), so that it is one however it was typed.
-
-    Raises ValueError.
-    """
+    """The name in NFC (UAX 15), so that it is one however typed. Raises ValueError."""
     name = unicodedata.normalize("NFC", text)
     if not (0 < len(name) <= 255 and name.isprintable() and name == name.strip()):
         limits = "1 to 255 printable characters, without spaces at its ends"
@@ -48,6 +40,11 @@ def digest(token: str) -> bytes:
     return hashlib.sha256(token.encode()).digest()
 
 
+def current_store() -> Store:
+    store: Store = current_app.extensions["store"]
+    return store
+
+
 def token_required(view: View) -> View:
     """Give the view the account of the caller's token, or respond 401 (RFC 6750 3)."""
 
@@ -57,8 +54,7 @@ def token_required(view: View) -> View:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not token.strip():
             raise unauthorized("Send the header Authorization: Bearer <ACCESS_TOKEN>.")
-        store: Store = current_app.extensions["store"]
-        account = store.find_account(digest(token.strip()))
+        account = current_store().find_account(digest(token.strip()))
         if account is None:
             detail = "The token is unknown, expired or revoked: use another one."
             raise unauthorized(detail, ', error="invalid_token"')

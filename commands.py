@@ -3,21 +3,19 @@
 It is above auth and store, and knows nothing of HTTP or SQL.
 """
 
-import errno
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from functools import wraps
 from typing import Any
 
 import click
-from flask import Flask, current_app
+from flask import Flask
 from flask.cli import AppGroup
 
-from auth import account_name, issue_token
+from auth import account_name, current_store, issue_token
 from store import Store, Unavailable
 
 MAX_DAYS = 1_000_000  # 2,700 years; dates end with the year 9999
@@ -38,22 +36,11 @@ def one_line_errors() -> Iterator[None]:
 
 
 class Group(AppGroup):
-    """Its commands' errors of usage are one line, too."""
+    """Its commands' errors are one line, those of usage as well."""
 
     def invoke(self, ctx: click.Context) -> Any:
         with one_line_errors():
             return super().invoke(ctx)
-
-
-def pass_store(command: Callable[..., None]) -> Callable[..., None]:
-    """Give the command the app's store, as click's pass_obj does with an object."""
-
-    @wraps(command)
-    def with_store(**arguments: object) -> None:
-        with one_line_errors():
-            command(current_app.extensions["store"], **arguments)
-
-    return with_store
 
 
 account_commands = Group("account", help="List and delete accounts.")
@@ -63,14 +50,14 @@ token_commands = Group("token", help="Issue, list and revoke access tokens.")
 @token_commands.command("create")
 @click.argument("account")
 @click.option("--days", type=click.IntRange(1, MAX_DAYS), help="Default: no expiry.")
-@pass_store
-def create_token(store: Store, account: str, days: int | None) -> None:
+def create_token(account: str, days: int | None) -> None:
     """Print a new token for ACCOUNT; it cannot be shown again."""
+    if sys.stdout is None:
+        raise click.UsageError("Standard output is closed.")
+    store = current_store()
     is_new = not store.has_account(account_name(account))
     token, id = issue_token(store, account, days)
     try:
-        if sys.stdout is None:
-            raise OSError(errno.EBADF, "standard output is closed")
         click.echo(token)
     except OSError:
         store.revoke_token(id)
@@ -80,15 +67,13 @@ def create_token(store: Store, account: str, days: int | None) -> None:
 
 
 @token_commands.command("list")
-@pass_store
-def list_tokens(store: Store) -> None:
+def list_tokens() -> None:
     """Show the ID, times and account of every token."""
-    tokens = store.list_tokens()
+    tokens = current_store().list_tokens()
     line = "{:>4}  {:16}  {:16}  {}"
     click.echo(line.format("ID", "CREATED (UTC)", "EXPIRES (UTC)", "ACCOUNT"))
-    for token in tokens:
-        created, expires = utc(token.created_at), utc(token.expires_at)
-        click.echo(line.format(token.id, created, expires, token.account))
+    for id, created_at, expires_at, account in tokens:
+        click.echo(line.format(id, utc(created_at), utc(expires_at), account))
 
 
 def utc(time: int | None) -> str:
@@ -100,18 +85,16 @@ def utc(time: int | None) -> str:
 
 @token_commands.command("revoke")
 @click.argument("id", type=click.IntRange(1, 2**63 - 1))
-@pass_store
-def revoke_token(store: Store, id: int) -> None:
+def revoke_token(id: int) -> None:
     """Make the token with this ID, as `list` shows it, invalid at once."""
-    if not store.revoke_token(id):
+    if not current_store().revoke_token(id):
         raise click.UsageError(f"There is no token with the ID {id}.")
 
 
 @account_commands.command("list")
-@pass_store
-def list_accounts(store: Store) -> None:
+def list_accounts() -> None:
     """Show the numbers of Projects and tokens, and the last change, of every account."""
-    accounts = store.list_accounts()
+    accounts = current_store().list_accounts()
     line = "{:>8}  {:>6}  {:16}  {}"
     click.echo(line.format("PROJECTS", "TOKENS", "CHANGED (UTC)", "ACCOUNT"))
     for name, projects, tokens, changed_at in accounts:
@@ -121,31 +104,30 @@ def list_accounts(store: Store) -> None:
 @account_commands.command("delete")
 @click.argument("account")
 @click.confirmation_option(prompt="Delete the account with its Projects and tokens?")
-@pass_store
-def delete_account(store: Store, account: str) -> None:
+def delete_account(account: str) -> None:
     """Delete ACCOUNT and all that it owns: Projects, tokens and keys.
 
     Requests under way may still add Projects: then `account list` shows it, and deleting
     it again removes them.
     """
-    if not store.delete_account(account_name(account)):
+    if not current_store().delete_account(account_name(account)):
         raise click.UsageError(f"There is no account {account}.")
 
 
 @click.command("backup")
 @click.argument("file", type=click.Path())
-@pass_store
-def backup(store: Store, file: str) -> None:
+@one_line_errors()
+def backup(file: str) -> None:
     """Write a copy of the database to FILE, a new SQLite file, while the service runs."""
-    store.backup(file)
+    current_store().backup(file)
 
 
 @click.command("restore")
 @click.argument("file", type=click.Path())
-@pass_store
-def restore(store: Store, file: str) -> None:
+@one_line_errors()
+def restore(file: str) -> None:
     """Fill an empty database with the copy that `backup` wrote to FILE."""
-    counts = store.restore(file)
+    counts = current_store().restore(file)
     told = "Restored {account} accounts, {project} Projects and {token} tokens."
     click.echo(told.format(**counts))
 

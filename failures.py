@@ -9,6 +9,8 @@ import errno
 import fcntl
 import json
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -20,15 +22,13 @@ from flask import Response, request
 from auth import digest
 from store import OutcomeUnknown, Unavailable
 
-UNANSWERED = "The service sent no response{}: read before you repeat a write."
 PROXY = {  # Retry-After in seconds, and the detail
     "429": (1, "Send fewer requests per second."),
-    "502": (5, UNANSWERED.format("")),
-    "504": (5, UNANSWERED.format(" in time")),
+    "502": (5, "The service sent no response: read before you repeat a write."),
+    "504": (5, "The service sent no response in time: read before you repeat a write."),
 }
-OTHERS = ["401", "500", "503", "503-unknown", "dropped", "lost", "none", "slow"]
-FAILURES = sorted([*PROXY, *OTHERS])
-WRITES = ["create_project", "update_project", "delete_project"]
+RAISED = {"500": RuntimeError, "503": Unavailable, "503-unknown": OutcomeUnknown}
+FAILURES = sorted([*PROXY, *RAISED, "401", "dropped", "lost", "none", "slow"])
 SLOWNESS = 3  # seconds
 FAILURE = "gardening.failure"  # of a request, in its WSGI environment
 PLANNED = "planned for this token"
@@ -48,36 +48,14 @@ def write_plan(folder: str, token: str, failures: list[object]) -> None:
 
 def next_failure(folder: str, token: str) -> str:
     """Take the first line off the token's plan, if it has one."""
-    if not os.path.exists(plan_file(folder, token)):
-        return "none"
-    with open(plan_file(folder, token), "r+") as plan:
+    with suppress(FileNotFoundError), open(plan_file(folder, token), "r+") as plan:
         fcntl.flock(plan, fcntl.LOCK_EX)  # until the file is closed
         failure, _, rest = plan.read().partition("\n")
         plan.seek(0)
         plan.truncate()
         plan.write(rest)
-    return failure
-
-
-def let_fail(store: Any, name: str) -> None:
-    """Make this method of the store fail for requests that are to fail in it."""
-    method = getattr(store, name)
-
-    def call(*arguments: Any, **options: Any) -> Any:
-        match request.environ[FAILURE]:
-            case "401":
-                return None  # from find_account, after which no other is called
-            case "500":
-                raise RuntimeError(PLANNED)
-            case "503":
-                raise Unavailable(PLANNED)
-            case "503-unknown" if name in WRITES:
-                with suppress(Exception):  # a refusal is lost, too
-                    method(*arguments, **options)
-                raise OutcomeUnknown(PLANNED)
-        return method(*arguments, **options)
-
-    setattr(store, name, call)
+        return failure
+    return "none"
 
 
 def refusal(failure: str) -> Response:
@@ -85,33 +63,45 @@ def refusal(failure: str) -> Response:
     (seconds, detail), status = PROXY[failure], HTTPStatus(int(failure))
     problem = {"type": "about:blank", "status": status, "title": status.phrase}
     body = json.dumps(problem | {"detail": detail})
-    response = Response(body, status)
-    response.content_type = "application/problem+json"
-    response.headers.update({"Cache-Control": "no-store", "Retry-After": seconds})
-    return response
+    headers = {"Cache-Control": "no-store", "Retry-After": str(seconds)}
+    return Response(body, status, headers, content_type="application/problem+json")
 
 
-def create_app() -> Callable[..., Iterable[bytes]]:
-    """The WSGI application."""
+def end_with(lifeline: int) -> None:
+    os.read(lifeline, 1)
+    os.killpg(0, signal.SIGKILL)
+
+
+def create_app(lifeline: int) -> Callable[..., Iterable[bytes]]:
+    """The WSGI application; gunicorn ends when the lifeline's other end closes."""
+    threading.Thread(target=end_with, args=[lifeline], daemon=True).start()
     from app import create_app  # slow, and nothing to the command, which writes plans
 
     app = create_app()
     folder = os.path.dirname(app.config["DATABASE"])
-    for name in ["find_account", *WRITES]:
-        let_fail(app.extensions["store"], name)
+    store = app.extensions["store"]
+    find_account = store.find_account
+
+    def fail_or_find(digest: bytes) -> Any:
+        failure = request.environ.get(FAILURE)
+        if failure in RAISED:
+            raise RAISED[failure](PLANNED)
+        return None if failure == "401" else find_account(digest)
+
+    store.find_account = fail_or_find  # the first thing that a call with a token needs
 
     def serve(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         token = environ.get("HTTP_AUTHORIZATION", "").partition(" ")[2].strip()
         failure = next_failure(folder, token)
         if failure == "503-unknown" and environ["REQUEST_METHOD"] in ("GET", "HEAD"):
             failure = "503"  # what changes nothing has no unknown outcome
-        environ[FAILURE] = failure
         if failure == "slow":
             time.sleep(SLOWNESS)
-        if failure in ("lost", "504"):
+        if failure in ("lost", "503-unknown", "504"):
             Response.from_app(app, environ)  # and nobody receives it
         if failure in ("lost", "dropped"):
             raise ConnectionResetError(errno.ECONNRESET, PLANNED)  # gunicorn closes
+        environ[FAILURE] = failure
         return (refusal(failure) if failure in PROXY else app)(environ, start_response)
 
     return serve

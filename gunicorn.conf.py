@@ -13,7 +13,6 @@ from urllib.parse import quote
 
 from gunicorn import util
 from gunicorn.arbiter import Arbiter
-from gunicorn.glogging import Logger
 from gunicorn.http.message import Request
 from gunicorn.instrument.statsd import Statsd
 from gunicorn.workers.base import Worker
@@ -24,10 +23,6 @@ TOKEN = re.compile(r"gardening_[\w-]{20,}")
 
 class Log(Statsd):
     """Has the account, the path as it was sent, no control character and no token."""
-
-    def access(self, *request: Any) -> None:
-        # Without statsd_host there is no socket, and Statsd would format for nobody.
-        (Statsd if self.sock else Logger).access(self, *request)
 
     def atoms(self, resp: Any, req: Any, environ: Any, request_time: Any) -> Any:
         atoms: Any = super().atoms(resp, req, environ, request_time)
@@ -77,24 +72,18 @@ access_log_format = '%({x-request-id}i)s "%(u)s" "%(m)s %(U)s" %(s)s %(B)s %(D)s
 
 
 def on_starting(server: Arbiter) -> None:
-    """Refuse an unusable database once, here, and not in every worker.
-
-    In a process of its own: what the master imported would outlive a reload.
-    """
-    if server.cfg.default_proc_name == "failures:create_app()":
+    """Refuse an unusable database once, here, and not in every worker."""
+    if server.cfg.default_proc_name.startswith("failures:"):
         return  # the test service has opened it already
+    # In a process of its own: what the master imported would outlive a reload.
     check = [sys.executable, "-m", "flask", "--app", "app", "token", "list"]
     if status := subprocess.call(check, stdout=subprocess.DEVNULL):
         sys.exit(status)
 
 
 def pre_request(worker: Worker, request: Request) -> None:
-    """Announce that the connection closes where gunicorn may not drain the body.
-
-    A body that the service refused unread would otherwise be read as the next request.
-    """
-    for name, value in request.headers:
-        if name == "TRANSFER-ENCODING" or (
-            name == "CONTENT-LENGTH" and int(value) >= UNREAD_LIMIT
-        ):
-            request.force_close()
+    """Announce a close where gunicorn may take the rest of a body for a request."""
+    headers = dict(request.headers)
+    size = int(headers.get("CONTENT-LENGTH", 0))
+    if size >= UNREAD_LIMIT or "TRANSFER-ENCODING" in headers:
+        request.force_close()

@@ -14,20 +14,20 @@ from marshmallow import Schema, fields, missing, validate
 MAX_PAGE = 2**53 - 1
 MAX_SIZE = 1000  # Projects
 NOT_AN_OBJECT = {"type": "The body must be a JSON object."}
+NOT_FINITE: dict[str, Any] = {"special": "Not a number that a double can hold."}
 
 
-class OutputOnly(fields.Field[Any]):
-    """A member that the service sets: accepted with any value, and ignored (AIP-203).
-
-    marshmallow's dump_only would refuse it, as it does an unknown member.
-    """
+class OutputOnly(fields.Raw):
+    """Set by the service: taken and ignored (AIP-203); dump_only would refuse it."""
 
     def deserialize(self, *args: Any, **kwargs: Any) -> Any:
         return missing
 
 
-class Number(fields.Float):
+class Degrees(fields.Float):
     """A finite JSON number, and no string that looks like one."""
+
+    default_error_messages = NOT_FINITE
 
     def _deserialize(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(value, str):
@@ -48,13 +48,8 @@ storable_text = validate.Regexp(
     "[^\0\ud800-\udfff]*$", error="U+0000 and lone surrogates cannot be stored."
 )
 Text = partial(fields.String, allow_none=True, validate=storable_text)
-
-
-def degrees(limit: int) -> Number:
-    return Number(
-        validate=validate.Range(-limit, limit),
-        error_messages={"special": "Not a number that a double can hold."},
-    )
+Longitude = partial(Degrees, validate=validate.Range(-180, 180))
+Latitude = partial(Degrees, validate=validate.Range(-90, 90))
 
 
 class PointSchema(Schema):
@@ -62,7 +57,7 @@ class PointSchema(Schema):
 
     type = fields.String(required=True, validate=validate.Equal("Point"))
     coordinates = fields.Tuple(
-        (degrees(180), degrees(90)),
+        (Longitude(), Latitude()),
         required=True,
         error_messages={"invalid": "Not a valid array."},
     )

@@ -5,7 +5,6 @@ setting or path of a test's project meets one of the service's.
 """
 
 import json
-import subprocess
 import sys
 import tempfile
 import threading
@@ -13,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from subprocess import PIPE, Popen
 from typing import IO, NoReturn
 
 import pytest
@@ -77,13 +77,8 @@ def gardening_service() -> Iterator[Service]:
     """The service: `url` and `issue_token(account=None, expired=False, fail=[])`."""
     with (
         tempfile.TemporaryFile("a+") as log,
-        subprocess.Popen(
-            COMMAND,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            start_new_session=True,  # Ctrl-C is for the tests
+        Popen(  # in a process group of its own, since Ctrl-C is for the tests
+            COMMAND, stdin=PIPE, stdout=PIPE, stderr=log, text=True, process_group=0
         ) as command,
     ):
         assert command.stdin and command.stdout

@@ -9,11 +9,10 @@ SIGINT; an input that is no pipe, socket or terminal, like /dev/null, never ends
 """
 
 # Three processes: the command, of which the text above is the help, reads and prints
-# lines; gunicorn, its child, serves; a keeper, another child, outlives the command,
-# whatever ends that, and clears up. None knows anything of HTTP or SQL.
+# lines; gunicorn, its child, serves until the command is gone; a keeper, another child,
+# outlives both, whatever ends them, and removes the data. None knows HTTP or SQL.
 
 import argparse
-import ctypes
 import json
 import os
 import secrets
@@ -23,17 +22,16 @@ import socket
 import stat
 import subprocess
 import sys
-from contextlib import suppress
+import threading
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 HERE = Path(__file__).resolve().parent
 SETTINGS = ("FLASK_", "GARDENING_", "GUNICORN_", "PYTHON", "WEB_CONCURRENCY")
-GUNICORN = """gunicorn failures:create_app() --workers=1 --threads=8
-    --log-level=warning --access-logfile=/dev/null"""
+OPTIONS = "--workers=1 --threads=8 --log-level=warning --access-logfile=/dev/null"
 REQUEST = {"account": "", "expired": False, "fail": []}  # what is not given
-SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGCHLD]
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+ENDINGS = [signal.SIGTERM, signal.SIGINT, signal.SIGCHLD]
 START_TIMEOUT = 60  # seconds
 
 
@@ -52,12 +50,10 @@ def main() -> None:
     host, _, port = bind.rpartition(":")
     try:
         listener = socket.create_server((host, int(port)))
-    except OSError as error:
-        parser.error(f"{bind}: {error.strerror}")
-    except (OverflowError, ValueError):
-        parser.error(f"{bind} is not HOST:PORT")
-    memory = "/dev/shm"  # where no write waits for a disk
-    default = memory if os.access(memory, os.W_OK) else "/tmp"
+    except (OSError, OverflowError, ValueError) as error:
+        parser.error(f"cannot listen on {bind} as HOST:PORT: {error}")
+    # A write to /dev/shm waits for no disk.
+    default = "/dev/shm" if os.access("/dev/shm", os.W_OK) else "/tmp"
     # Not tempfile.gettempdir(): it probes with a file, which a kill would leave behind.
     place = os.path.abspath(os.environ.get("TMPDIR") or default)
     run(listener, os.path.join(place, f"gardening-{secrets.token_hex(8)}"))
@@ -67,84 +63,58 @@ def run(listener: socket.socket, folder: str) -> None:
     """Serve until the input ends or a signal comes, with all data in this new folder."""
     from store import SQLite, Store, Unavailable
 
-    # Until the keeper is there and gunicorn's process is known, for whoever clears up.
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    ended, lifeline = os.pipe()
-    stopped, running = os.pipe()
-    if not (keeper := os.fork()):
-        os.close(lifeline)
+    for number in ENDINGS:
+        signal.signal(number, lambda *_: None)  # macOS drops one that is ignored
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)  # until sigwait takes them
+    ended, running = os.pipe()  # all but the keeper hold `running`
+    keeper = ["/bin/sh", "-c", 'read _; rm -rf "$0" 2>/dev/null', folder]
+    subprocess.Popen(keeper, stdin=ended, start_new_session=True)
+    lifeline, held = os.pipe()  # the command alone has `held`
+
+    def end() -> NoReturn:
+        """As asked; or because gunicorn, which has said why, or the keeper has ended."""
+        number = signal.sigwait(ENDINGS)
+        os.close(held)
         os.close(running)
-        keep(folder, ended, stopped)
+        remove(folder, ended)
+        if number == signal.SIGCHLD:
+            print("The service has ended.", file=sys.stderr)
+        os._exit(number == signal.SIGCHLD)
 
-    libc = ctypes.CDLL(None)
-
-    def announce() -> None:
-        """In gunicorn's process, before it is gunicorn."""
-        os.write(lifeline, b"%d" % os.getpid())
-        with suppress(AttributeError):  # Linux has it, for who kills the keeper as well
-            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-
-    gunicorn = 0
+    ending = threading.Thread(target=end, daemon=True)
+    unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, ENDINGS)
     try:
         os.mkdir(folder, 0o700)
         database = os.path.join(folder, "gardening.db")
         store = Store(SQLite(database))  # so gunicorn.conf.py need not check it
-        # As gunicorn does for a socket of its own.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        application = f"failures:create_app({lifeline})"
         options = [f"--bind=fd://{listener.fileno()}", f"--worker-tmp-dir={folder}"]
+        command = [sys.executable, "-m", "gunicorn", application, *options]
         theirs = os.environ.items()
         environment = {k: v for k, v in theirs if not k.startswith(SETTINGS)}
-        gunicorn = subprocess.Popen(
-            [sys.executable, "-m", *GUNICORN.split(), *options],
+        subprocess.Popen(
+            command + OPTIONS.split(),
             cwd=HERE,
             env=environment | {"FLASK_DATABASE": database},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            pass_fds=[listener.fileno(), running],
+            pass_fds=[listener.fileno(), lifeline, running],
             start_new_session=True,
-            preexec_fn=announce,  # noqa: PLW1509  no thread is running
-        ).pid
-        for number in SIGNALS:
-            signal.signal(number, end)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        # Python would leave a signal that comes just before a read until after the read.
-        signal.signal(signal.SIGALRM, lambda *_: None)
-        signal.setitimer(signal.ITIMER_REAL, 1, 1)
+            preexec_fn=unblock,  # noqa: PLW1509  no thread is running
+        )
+        ending.start()
         serve_tokens(listener, store, folder)
     except (OSError, Unavailable) as error:
         sys.exit(str(error))
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.close(lifeline)
-        os.close(running)
-        if os.waitpid(keeper, 0)[1]:  # somebody has killed it
-            clear_up(folder, gunicorn, stopped)
+    mode = os.fstat(0).st_mode
+    if os.isatty(0) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
+        os.kill(os.getpid(), signal.SIGTERM)
+    ending.join()  # the end of /dev/null, or of a file, means nothing
 
 
-def end(number: int, _: object) -> NoReturn:
-    """End as asked; or because gunicorn, which has said why, or the keeper has ended."""
-    sys.exit("The service has ended." if number == signal.SIGCHLD else 0)
-
-
-def keep(folder: str, ended: int, stopped: int) -> NoReturn:
-    """Clear up once nobody holds the lifeline, on which gunicorn sends its process id."""
-    try:
-        os.setsid()  # Ctrl-C is for the command alone
-        with open(ended) as lifeline:
-            gunicorn = lifeline.read()
-        clear_up(folder, int(gunicorn or 0), stopped)
-        os._exit(0)
-    finally:
-        os._exit(1)
-
-
-def clear_up(folder: str, gunicorn: int, stopped: int) -> None:
-    if gunicorn:
-        with suppress(OSError):  # it has ended
-            os.killpg(gunicorn, signal.SIGKILL)
-    os.read(stopped, 1)  # until the workers, too, have stopped writing
+def remove(folder: str, ended: int) -> None:
+    """Remove the folder once every process that may write there has ended."""
+    os.read(ended, 1)
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -156,38 +126,28 @@ def serve_tokens(listener: socket.socket, store: Any, folder: str) -> None:
 
     def respond(line: str) -> dict[str, str]:
         try:
-            given: dict[str, Any] = {"account": line}
-            if line.startswith("{"):
-                given = {"account": None}  # which nobody has, if this is no JSON
-                with suppress(ValueError, RecursionError):
-                    given = json.loads(line)
+            given = json.loads(line) if line.startswith("{") else {"account": line}
             match [*(REQUEST | given).values()]:
                 case str(account), bool(expired), [*plan]:
-                    days = 0 if expired else None
                     account = account or secrets.token_hex()
-                    token = issue_token(store, account, days).token
+                    token, _ = issue_token(store, account, 0 if expired else None)
                     if plan:
                         write_plan(folder, token, plan)
                     return {"token": token}
             raise ValueError(f"expected members such as {json.dumps(REQUEST)}")
-        except (OSError, Unavailable, ValueError) as error:
+        except (OSError, RecursionError, Unavailable, ValueError) as error:
             return {"error": str(error)}
 
-    with listener:
-        host, port = listener.getsockname()
+    host, port = listener.getsockname()
     host = host.replace("0.0.0.0", "127.0.0.1")
     with socket.create_connection((host, port), START_TIMEOUT) as connection:
         connection.sendall(b"GET /api/v1/hello-service HTTP/1.0\r\n\r\n")
-        if not connection.recv(1):
-            sys.exit("The service did not start.")
+        connection.recv(1)  # waits for the response
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader that goes away ends it
     print(json.dumps({"url": f"http://{host}:{port}"} | respond("")), flush=True)
     with open(0, encoding="utf-8", errors="surrogateescape", closefd=False) as lines:
         for line in lines:
             print(json.dumps(respond(line.rstrip("\n"))), flush=True)
-    mode = os.fstat(0).st_mode
-    while not (os.isatty(0) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
-        signal.pause()  # the end of /dev/null, or of a file, means nothing
 
 
 if __name__ == "__main__":
