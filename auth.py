@@ -40,11 +40,6 @@ def digest(token: str) -> bytes:
     return hashlib.sha256(token.encode()).digest()
 
 
-def current_store() -> Store:
-    store: Store = current_app.extensions["store"]
-    return store
-
-
 def token_required(view: View) -> View:
     """Give the view the account of the caller's token, or respond 401 (RFC 6750 3)."""
 
@@ -54,7 +49,8 @@ def token_required(view: View) -> View:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not token.strip():
             raise unauthorized("Send the header Authorization: Bearer <ACCESS_TOKEN>.")
-        account = current_store().find_account(digest(token.strip()))
+        store: Store = current_app.extensions["store"]
+        account = store.find_account(digest(token.strip()))
         if account is None:
             detail = "The token is unknown, expired or revoked: use another one."
             raise unauthorized(detail, ', error="invalid_token"')

@@ -12,10 +12,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 import click
-from flask import Flask
+from flask import Flask, current_app
 from flask.cli import AppGroup
 
-from auth import account_name, current_store, issue_token
+from auth import account_name, issue_token
 from store import Store, Unavailable
 
 MAX_DAYS = 1_000_000  # 2,700 years; dates end with the year 9999
@@ -41,6 +41,11 @@ class Group(AppGroup):
     def invoke(self, ctx: click.Context) -> Any:
         with one_line_errors():
             return super().invoke(ctx)
+
+
+def current_store() -> Store:
+    store: Store = current_app.extensions["store"]
+    return store
 
 
 account_commands = Group("account", help="List and delete accounts.")

@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 from gunicorn import util
 from gunicorn.arbiter import Arbiter
+from gunicorn.glogging import Logger
 from gunicorn.http.message import Request
 from gunicorn.instrument.statsd import Statsd
 from gunicorn.workers.base import Worker
@@ -23,6 +24,10 @@ TOKEN = re.compile(r"gardening_[\w-]{20,}")
 
 class Log(Statsd):
     """Has the account, the path as it was sent, no control character and no token."""
+
+    def access(self, *request: Any) -> None:
+        # Without statsd_host there is no socket, and Statsd would format for nobody.
+        (Statsd if self.sock else Logger).access(self, *request)
 
     def atoms(self, resp: Any, req: Any, environ: Any, request_time: Any) -> Any:
         atoms: Any = super().atoms(resp, req, environ, request_time)
@@ -82,7 +87,7 @@ def on_starting(server: Arbiter) -> None:
 
 
 def pre_request(worker: Worker, request: Request) -> None:
-    """Announce a close where gunicorn may take the rest of a body for a request."""
+    """Announce a close where what is left of a body would be the next request."""
     headers = dict(request.headers)
     size = int(headers.get("CONTENT-LENGTH", 0))
     if size >= UNREAD_LIMIT or "TRANSFER-ENCODING" in headers:
