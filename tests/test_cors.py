@@ -20,7 +20,7 @@ CALL = """async ([url, method, headers, body]) => {
     ];
 }"""
 
-pytestmark = needs_nginx
+pytestmark = [needs_nginx, pytest.mark.xdist_group("cors")]  # one process has a browser
 
 
 class EmptyPage(BaseHTTPRequestHandler):
