@@ -1,6 +1,7 @@
 """The image of the Dockerfile, built by buildah, and run as a container engine would.
 
-Its base, Debian's Python in place of the official image, has the name that FROM asks for.
+Its base has the name that FROM asks for; in place of the official image, it is made of
+this machine's own packages: Debian's Python, and what every Debian has.
 """
 
 import ctypes
@@ -24,15 +25,14 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
-from running import LIMIT, PROJECTS, ROOT, Client, blocks, fetch_wheels, wait_for
+from running import LIMIT, PROJECTS, ROOT, Client, blocks, fetch_wheels, run, wait_for
 
-DEBIAN = "bookworm"
 PORT = 8000
 USER = 10001
 CLONE_NEWNS, CLONE_NEWNET = 0x00020000, 0x40000000  # linux/sched.h
 SIOCSIFFLAGS = 0x8914  # linux/sockios.h
 PIN = re.compile(r"psycopg\[binary\]==[\d.]+")
-PROGRAMS = ["buildah", "debootstrap", "nsenter", "unshare"]
+PROGRAMS = ["buildah", "dpkg-query", "nsenter", "unshare"]
 MISSING = [program for program in PROGRAMS if not shutil.which(program)]
 
 pytestmark = pytest.mark.xdist_group("container")  # one process builds the image
@@ -201,26 +201,40 @@ def network() -> Iterator[None]:
         yield
 
 
+def copy_packages(root: Path, *names: str) -> None:
+    """Copy the files of these packages, of those they need, and of what all Debian has.
+
+    As unpacked, and that is enough: what packages' scripts configure, nothing here needs.
+    """
+    show = "--showformat=${Package};${Priority};${Pre-Depends},${Depends}\n"
+    priority, depends = {}, {}
+    for line in run("dpkg-query", "--show", show).stdout.splitlines():
+        name, priority[name], needed = line.split(";")
+        depends[name] = set(re.findall(r"(?:^|[,|]) *([\w.+-]+)", needed))
+    wanted = [*names, *(name for name in depends if priority[name] == "required")]
+    for name in wanted:  # which grows meanwhile
+        wanted += (depends[name] & {*depends}) - {*wanted}
+    listed = run("dpkg-query", "--listfiles", *wanted).stdout.splitlines()
+    # Bytecode is written by a script, but without it each start of Python is slow.
+    listed += map(str, Path("/usr/lib").glob("python3.*/**/*.pyc"))
+    unread = re.compile("/usr/share/(doc|info|locale|man)/")
+    files = {
+        f"{os.path.realpath(path.parent)}/{path.name}"  # /bin is a link to /usr/bin
+        for path in map(Path, listed)
+        if path.name and os.path.lexists(path) and not unread.match(str(path))
+    }
+    copy = 'tar -cC / --no-recursion -T - | tar -xC "$0"'
+    names = "".join(f"{file.lstrip('/')}\n" for file in sorted(files))
+    run("bash", "-o", "pipefail", "-c", copy, root, input=names)
+
+
 @pytest.fixture(scope="module")
 def storage(folder: Path) -> Storage:
     """With the base image."""
     storage = Storage(folder)
     container = storage.buildah("from", "scratch")
     root = storage.buildah("mount", container)
-    # Unpacked is enough: what the packages' scripts would configure, nothing here needs.
-    subprocess.run(
-        ["debootstrap", "--foreign", "--variant=minbase", "--include=python3-venv"]
-        + [DEBIAN, root],
-        stdout=subprocess.DEVNULL,
-        timeout=4 * LIMIT,
-        check=True,
-    )
-    archives = Path(root, "var/cache/apt/archives")
-    for package in archives.glob("*.deb"):
-        subprocess.run(
-            ["dpkg-deb", "--extract", package, root], timeout=LIMIT, check=True
-        )
-    shutil.rmtree(archives)
+    copy_packages(Path(root), "python3-venv")
     for file in ["passwd", "group"]:
         master = Path(root, f"usr/share/base-passwd/{file}.master")
         shutil.copy(master, Path(root, "etc", file))

@@ -74,14 +74,18 @@ class Operation:
 
     def __init__(self, page: Any, name: str) -> None:
         self.block = page.locator(f"#operations-projects-{name}")
-        self.block.get_by_role("button").first.click()
+        self.head = self.block.get_by_role("button").first
+        self.head.click()
         self.press("Try it out")
 
     def press(self, name: str) -> None:
         self.block.get_by_role("button", name=name, exact=True).click()
 
     def execute(self, body: object = None, **parameters: str) -> tuple[str, object]:
-        """Status and JSON of the answer as the page shows them."""
+        """Status and JSON of the answer as the page shows them; closes the operation.
+
+        The page draws all open ones anew at each step, which takes seconds.
+        """
         for name, value in parameters.items():
             self.block.get_by_placeholder(name, exact=True).fill(value)
         if body is not None:
@@ -90,7 +94,9 @@ class Operation:
         answer = self.block.locator(".live-responses-table")
         status = answer.locator("tbody .response-col_status").inner_text()
         code = answer.locator("h5:text('Response body') + * code")
-        return status, json.loads(code.inner_text()) if code.count() else None
+        content = json.loads(code.inner_text()) if code.count() else None
+        self.head.click()
+        return status, content
 
 
 def test_address_leads_to_a_page_where_every_operation_works(
