@@ -50,6 +50,15 @@ def server():
         yield server
 
 
+@pytest.fixture
+def fragile():
+    """A PostgreSQL server of the test's own, to be broken."""
+    import postgresql
+
+    with postgresql.server(fsync="off") as fragile:
+        yield fragile
+
+
 @pytest.fixture(params=["SQLite", "PostgreSQL"])
 def database(request):
     """The path or URL of an empty database, one of each engine."""
@@ -67,6 +76,13 @@ def store_on(database, clock=time.time):
     if database.startswith("postgresql://"):
         from postgres import PostgreSQL as engine
     return Store(engine(database), clock)
+
+
+@pytest.fixture
+def open_url():
+    """Opens a store on this URL, or path, and closes it after the test."""
+    with ExitStack() as stores:
+        yield lambda url, *clock: stores.enter_context(closing(store_on(url, *clock)))
 
 
 @pytest.fixture
@@ -198,7 +214,8 @@ def environment(path):
 def token_on(database, account="ann"):
     """A new token, sooner than the command would print it."""
     with closing(store_on(database)) as store:
-        return issue_token(store, account).token
+        token, _ = issue_token(store, account)
+        return token
 
 
 @pytest.fixture

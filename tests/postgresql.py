@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
+import pytest
 from running import MEMORY
 
 # The folders with a server's programs: those of wheels, without an import, then Debian's.
@@ -40,6 +41,7 @@ host all,replication postgres 127.0.0.1/32 trust
 host all             all      127.0.0.1/32 scram-sha-256
 """
 NUMBERS = count(1)
+ANSWER = 6  # seconds within which the service answers, whatever happens
 
 
 @dataclass(frozen=True)
@@ -176,3 +178,50 @@ def server(binaries: Path | None = None, **settings: object) -> Iterator[Server]
         )
         primary.run("pg_ctl", "start")
         yield primary
+
+
+def environment(url):
+    return os.environ | {"FLASK_DATABASE": url}
+
+
+def execute(url, statement):
+    with psycopg.connect(url, autocommit=True) as connection:
+        cursor = connection.execute(statement)
+        return cursor.fetchall() if cursor.description else []
+
+
+def backends(url, condition="true"):
+    """The processes that serve the connections to a database."""
+    statement = f"""SELECT pid FROM pg_stat_activity WHERE datname = current_database()
+        AND backend_type = 'client backend' AND pid <> pg_backend_pid() AND {condition}"""
+    return {pid for (pid,) in execute(url, statement)}
+
+
+@contextmanager
+def lasts(at_least, at_most=ANSWER):
+    start = time.monotonic()
+    yield
+    assert at_least <= time.monotonic() - start <= at_most
+
+
+@contextmanager
+def fails(exactly, reason=None):
+    """Unavailable, but not the OutcomeUnknown that is one, or the reverse."""
+    with pytest.raises(exactly, match=reason) as failure:
+        yield
+    assert failure.type is exactly
+    assert "\n" not in str(failure.value)
+
+
+@contextmanager
+def silence(server, url):
+    """The server accepts connections, and says nothing."""
+    postmaster = (server.folder / "data/postmaster.pid").read_text().split()[0]
+    stopped = [int(postmaster), *backends(url)]
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)

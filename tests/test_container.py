@@ -35,7 +35,6 @@ PIN = re.compile(r"psycopg\[binary\]==[\d.]+")
 PROGRAMS = ["buildah", "dpkg-query", "nsenter", "unshare"]
 MISSING = [program for program in PROGRAMS if not shutil.which(program)]
 
-pytestmark = pytest.mark.xdist_group("container")  # one process builds the image
 needs_engine = pytest.mark.skipif(
     bool(MISSING) or os.geteuid() != 0,
     reason=f"needs root and {', '.join(MISSING or PROGRAMS)}",

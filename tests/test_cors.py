@@ -20,7 +20,7 @@ CALL = """async ([url, method, headers, body]) => {
     ];
 }"""
 
-pytestmark = [needs_nginx, pytest.mark.xdist_group("cors")]  # one process has a browser
+pytestmark = needs_nginx
 
 
 class EmptyPage(BaseHTTPRequestHandler):

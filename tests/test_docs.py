@@ -12,8 +12,6 @@ from running import LIMIT, PROJECTS, Client, flask_run, port_of
 
 from auth import digest
 
-pytestmark = pytest.mark.xdist_group("docs")  # one process has a browser
-
 
 @pytest.fixture
 def database(path):

@@ -14,7 +14,6 @@ from running import LIMIT, PROJECTS, ROOT, at_once, blocks, needs, run
 
 PAGE = "docs/testing.md"
 OUR_NAMES = ("app", "auth", "schemas", "store", "testing", "testservice", "tests")
-pytestmark = pytest.mark.xdist_group("embedding")  # one process installs the service
 
 THEIR_TESTS = """
 import json, sys, urllib.request

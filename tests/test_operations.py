@@ -23,7 +23,6 @@ APT_GET = """#!/bin/sh -e
 shift 2
 dpkg --status "$@" >/dev/null
 """
-pytestmark = pytest.mark.xdist_group("operations")  # one process boots the machine
 
 
 def block(heading, words="", language="sh"):

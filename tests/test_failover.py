@@ -1,0 +1,278 @@
+"""What happens to the service when PostgreSQL is killed, restarted, replaced or silent."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import count
+from statistics import median
+
+import pytest
+from conftest import token_on
+from postgresql import (
+    ANSWER,
+    backends,
+    environment,
+    execute,
+    fails,
+    lasts,
+    server,
+    silence,
+)
+from running import LIMIT, PROJECTS, Client, at_once, flask, gunicorn, wait_for, workers
+
+from store import OutcomeUnknown, Page, Unavailable
+
+HELLO = "/api/v1/hello-service"
+
+
+def test_failover_loses_no_acknowledged_write(tmp_path):
+    """Of 9 clients, 3 create Projects, 3 repeat it until it succeeds, 3 change one."""
+    acknowledged, unchanged, unknown, durations = [], [], [], []
+    busy, refused, promoted = (threading.Event() for _ in range(3))
+
+    def ask(client, method, path, name):
+        """Whether the write of this name was acknowledged."""
+        start = time.monotonic()
+        status, headers, content = client.ask(method, path, {"name": name})
+        durations.append(time.monotonic() - start)
+        if status in (200, 201):
+            acknowledged.append(name)
+            if len(acknowledged) > 100:
+                busy.set()
+            return True
+        assert (status, headers["Retry-After"]) == (503, "5")
+        if b"nothing was changed" in content:
+            unchanged.append(name)
+            refused.set()
+        else:
+            assert b"may have been made" in content
+            unknown.append(name)
+        promoted.wait(0.02)
+        return False
+
+    def work(number):
+        with Client(port, token) as client:
+            if number % 3 == 2:
+                url = f"{PROJECTS}/{client.call('POST', PROJECTS, {})[1]['id']}"
+            left = 5  # writes after the failover
+            for name in (f"{number} {i}" for i in count()):
+                late = promoted.is_set()
+                if number % 3 == 0:
+                    done = ask(client, "POST", PROJECTS, name)
+                elif number % 3 == 1:
+                    client.authorization["Idempotency-Key"] = name
+                    while not (done := ask(client, "POST", PROJECTS, name)):
+                        late = promoted.is_set()
+                else:
+                    done = ask(client, "PUT", url, name)
+                left -= late and done
+                if not left:
+                    return url if number % 3 == 2 else None
+
+    with server(fsync="off") as primary, primary.standby() as standby:
+        hosts = f"127.0.0.1:{standby.port},127.0.0.1:{primary.port}"
+        url = f"postgresql://postgres@{hosts}/postgres"
+        token = token_on(url)
+        with (
+            gunicorn(environment(url), "--preload", "--log-level=critical") as (
+                process,
+                port,
+            ),
+            ThreadPoolExecutor(9) as clients,
+        ):
+            urls = [clients.submit(work, number) for number in range(9)]
+            try:
+                assert busy.wait(LIMIT)
+                primary.kill()
+                assert refused.wait(LIMIT)
+                standby.run("pg_ctl", "promote")
+            finally:
+                promoted.set()
+            urls = [url.result(LIMIT) for url in urls]
+            with Client(port, token) as client:
+                found = client.call("GET", PROJECTS)[1]
+            assert process.poll() is None
+        assert (
+            len(flask("token", "list", environment=environment(url)).splitlines()) == 2
+        )
+
+    assert max(durations) < ANSWER
+    names = Counter(project["name"] for project in found)
+    for number in 0, 3, 6, 1, 4, 7:
+        for name in acknowledged:
+            if name.startswith(f"{number} "):
+                assert names.pop(name) == 1
+    for number in 2, 5, 8:
+        [project] = [p for p in found if urls[number].endswith(p["id"])]
+        mine = [name.startswith(f"{number} ") for name in acknowledged]
+        doubtful = [name.startswith(f"{number} ") for name in unknown]
+        assert sum(mine) <= project["version"] - 1 <= sum(mine) + sum(doubtful)
+        del names[project["name"]]
+    assert set(names) <= set(unknown) and set(names.values()) <= {1}
+    assert not set(names) & set(unchanged)
+
+
+@pytest.mark.parametrize("mode", ["fast", "immediate"])
+def test_restart_is_noticed_before_a_request_fails(fragile, mode):
+    url = fragile.url("postgres")
+    token = token_on(url)
+    # A worker that starts meanwhile would give up, and gunicorn with it.
+    with gunicorn(environment(url), "--preload") as (_, port):
+
+        def work(number):
+            with Client(port, token) as client:
+                for _ in range(10):
+                    method = ["POST", "GET"][number % 2]
+                    assert client.call(method, PROJECTS, {})[0] in (200, 201)
+
+        with ThreadPoolExecutor(8) as clients:
+            list(clients.map(work, range(8)))
+            assert backends(url)
+            fragile.run("pg_ctl", "restart", "-m", mode)
+            list(clients.map(work, range(8)))
+
+
+def test_worker_that_starts_during_an_outage_outlives_it(fragile):
+    url = fragile.url("postgres")
+    token = token_on(url)
+    options = ["--workers=1", "--log-level=critical"]
+    with gunicorn(environment(url), *options) as (process, port):
+
+        def status():
+            with Client(port, token) as client:
+                return client.call("GET", PROJECTS)[0]
+
+        assert status() == 200
+        fragile.run("pg_ctl", "stop", "-m", "immediate")
+        [worker] = workers(process)
+        os.kill(worker, signal.SIGKILL)
+        wait_for(lambda: workers(process) not in ([], [worker]))
+        assert status() == 503
+        fragile.run("pg_ctl", "start")
+        wait_for(lambda: status() == 200)
+        assert process.poll() is None
+
+
+def test_lost_connection_takes_the_idle_ones_along(fragile, open_url):
+    """Else each of them would be tried for 5 s, and leave a write in doubt."""
+    url = fragile.url("postgres")
+    store = open_url(url)
+    at_once(lambda _: store.create_project("ann", {}), 4)
+    assert len(backends(url)) > 1
+    with silence(fragile, url):
+        with fails(OutcomeUnknown):
+            store.create_project("ann", {})
+        with lasts(0, 4), fails(Unavailable):
+            store.create_project("ann", {})
+
+
+def test_server_that_only_reads_is_unavailable_to_writers(fragile, open_url):
+    store = open_url(fragile.url("postgres"))
+    id = store.create_project("ann", {}).id
+    fragile.configure(default_transaction_read_only="on")
+    fragile.run("pg_ctl", "reload")
+
+    def refused():
+        try:
+            store.update_project("ann", id, {})
+        except Unavailable as error:
+            return type(error) is Unavailable
+
+    assert wait_for(refused)
+    fragile.configure(default_transaction_read_only="off")
+    fragile.run("pg_ctl", "reload")
+    with suppress(Unavailable):  # until the server has read its settings
+        store.update_project("ann", id, {})
+    wait_for(lambda: json.loads(store.get_project("ann", id).document)["version"] > 1)
+
+
+@pytest.mark.parametrize("default", ["off", "local"])
+def test_commit_without_its_standby_is_in_doubt(open_url, default):
+    """Even where the server's default is not to wait for it."""
+    with server(fsync="off", synchronous_commit=default) as primary:
+        url = primary.url("postgres")
+        store = open_url(url)
+        with primary.standby() as standby:
+            store.create_project("ann", {})
+            standby.kill()
+            with ThreadPoolExecutor() as pool, lasts(4), fails(OutcomeUnknown):
+                write = pool.submit(store.create_project, "ann", {})
+                while not write.done():  # the server is not silent
+                    store.list_tokens()
+                    time.sleep(0.1)
+                write.result(LIMIT)
+        etag, document, *_ = store.list_projects("ann", (), Page(0, 1))
+        assert json.loads(document)["total"] == 1
+        primary.configure(synchronous_standby_names="")
+        primary.run("pg_ctl", "reload")
+        wait_for(lambda: store.list_projects("ann", (), Page(0, 1)).etag != etag)
+        assert execute(url, "SELECT created FROM account") == [(2,)]
+
+
+def test_silent_server_does_not_make_everybody_wait_in_turn(fragile):
+    """60 clients of 2 processes with 2 threads each."""
+    url, times = fragile.url("postgres"), []
+    token = token_on(url)
+    ended = threading.Event()
+
+    def work(number):
+        path = HELLO if number % 10 == 0 else PROJECTS
+        while not ended.is_set():
+            started = time.monotonic()
+            with Client(port, token) as client:
+                status, *_ = client.fetch("GET", path)
+            times.append((started, time.monotonic() - started, status, path))
+            ended.wait(0.5)
+
+    with (
+        gunicorn(environment(url), "--log-level=critical") as (_, port),
+        ThreadPoolExecutor(60) as clients,
+    ):
+        works = [clients.submit(work, number) for number in range(60)]
+        try:
+            wait_for(lambda: len(times) > 200)
+            with silence(fragile, url):
+                begin = time.monotonic()
+                time.sleep(14)
+            back = time.monotonic()
+            time.sleep(5)
+        finally:
+            ended.set()
+        for each in works:
+            each.result(LIMIT)
+    silent = [each for each in times if begin < each[0] < back - 3]
+    assert {status for *_, status, path in silent if path == HELLO} == {200}
+    assert 503 in {status for *_, status, path in silent if path == PROJECTS}
+    assert max(seconds for _, seconds, *_ in silent) < 7
+    late = [seconds for start, seconds, *_ in silent if start > begin + 10]
+    # Two try at a time. A stall of the whole machine makes many others as slow, once.
+    assert len(late) > 100
+    assert median(late) < 1
+    assert {status for start, _, status, _ in times if start > back + 3} == {200}
+
+
+def test_silent_server_that_refused_meanwhile_is_used_as_soon_as_it_is_back(
+    fragile, open_url
+):
+    url = fragile.url("postgres")
+    store = open_url(url)
+    store.list_tokens()
+    with silence(fragile, url):
+        for _ in range(2):
+            with fails(Unavailable):
+                store.list_tokens()
+    fragile.run("pg_ctl", "stop", "-m", "immediate")
+
+    def reason():
+        with pytest.raises(Unavailable) as failure:
+            store.list_tokens()
+        return str(failure.value)
+
+    wait_for(lambda: "Connection refused" in reason())
+    fragile.run("pg_ctl", "start")
+    assert store.list_tokens() == []
