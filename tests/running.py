@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import ssl
 import subprocess
@@ -122,7 +123,13 @@ def gunicorn(environment, *options, stdout=subprocess.DEVNULL):
         yield process, port
     finally:
         process.terminate()
-        process.wait(LIMIT)
+        try:
+            process.wait(3)
+        except subprocess.TimeoutExpired:  # a worker that had just started has missed it
+            for worker in workers(process):
+                with suppress(ProcessLookupError):
+                    os.kill(worker, signal.SIGTERM)
+            process.wait(LIMIT)
 
 
 def workers(process):
