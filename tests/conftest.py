@@ -14,6 +14,8 @@ from app import create_app
 from auth import digest, issue_token
 from store import SQLite, Store
 
+# Else each process that a test starts would compile the modules for itself.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if MEMORY:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
 pytest_plugins = ["testing"]
