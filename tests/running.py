@@ -125,7 +125,9 @@ def gunicorn(environment, *options, stdout=subprocess.DEVNULL):
         process.terminate()
         try:
             process.wait(3)
-        except subprocess.TimeoutExpired:  # a worker that had just started has missed it
+        except (
+            subprocess.TimeoutExpired
+        ):  # a worker that had just started has missed it
             for worker in workers(process):
                 with suppress(ProcessLookupError):
                     os.kill(worker, signal.SIGTERM)

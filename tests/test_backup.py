@@ -16,6 +16,7 @@ from conftest import on_sqlite, store_on
 from running import BIN, LIMIT, POINT, ROOT, at_once, fill, run, wait_for
 
 import store as module
+from app import create_app
 from store import KeyReused, KeySpent, Page, Unavailable
 
 PAGES = [None, Page(0, 2), Page(1, 20)]
@@ -88,9 +89,11 @@ def open_target(target):
 
 def flask(database, *arguments, status=0):
     """What the command prints, errors included."""
-    environment = os.environ | {"FLASK_DATABASE": database}
-    ended = run(BIN / "flask", *arguments, environment=environment, status=status)
-    return ended.stdout + ended.stderr
+    app = create_app({"DATABASE": database})
+    with closing(app.extensions["store"]), app.app_context():
+        ended = app.test_cli_runner().invoke(args=arguments)
+    assert ended.exit_code == status, ended.output
+    return ended.output
 
 
 def everything(store):
@@ -366,7 +369,8 @@ def test_u0000_of_an_older_release_becomes_u_fffd_on_postgresql(store, file, tar
     store.backup(file)
     with closing(sqlite3.connect(file)) as copy, copy:
         copy.execute("UPDATE project SET name = ?", ["a\0b\0"])
-    told = flask(target, "restore", file)
+    environment = os.environ | {"FLASK_DATABASE": target}
+    told = run(BIN / "flask", "restore", file, environment=environment).stderr
     if target.startswith("postgresql://"):
         assert f"Project {id}: U+0000 is now U+FFFD\n" in told
     else:
