@@ -8,8 +8,9 @@ import re
 import select
 import threading
 import time
+from collections import defaultdict
 from contextlib import ExitStack
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import psycopg
@@ -156,7 +157,7 @@ class PostgreSQL(Engine):
         return self._connect()
 
     def execute(self, connection: "Connection", sql: str, values: Values) -> list[Any]:
-        rows = connection.statement.execute(as_psycopg(sql), values).fetchall()
+        rows = connection.cursors[sql].execute(as_psycopg(sql), values).fetchall()
         self._heard_at, self._retry_at = time.monotonic(), None
         return rows
 
@@ -256,9 +257,9 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
     deadline = 0.0  # as time.monotonic() has it
 
     @cached_property
-    def statement(self) -> psycopg.Cursor[tuple[Any, ...]]:
-        """The cursor of all its statements, since to make one takes as long as to use it."""
-        return self.cursor(binary=True)
+    def cursors(self) -> defaultdict[str, psycopg.Cursor[tuple[Any, ...]]]:
+        """One for each statement: psycopg prepares much anew if a cursor's changes."""
+        return defaultdict(partial(self.cursor, binary=True))
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         # psycopg waits for the server here, and here alone; without a limit, by default.
