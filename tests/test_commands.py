@@ -42,6 +42,8 @@ def test_any_token_can_be_revoked(command):
     assert command("token", "revoke", "1").exit_code == 0
     ids = [line.split()[0] for line in command("token", "list").stdout.splitlines()[1:]]
     assert ids == [str(id) for id in range(2, 11)]
+    again = command("token", "revoke", "1").stderr
+    assert again == "Error: There is no token with the ID 1.\n"
 
 
 @pytest.mark.parametrize(
@@ -131,6 +133,7 @@ def test_new_account_is_named_on_standard_error(command, store):
     assert command("token", "create", "bob").stderr == ""
 
 
+@on_sqlite
 @pytest.mark.parametrize("redirection", [">&-", "> /dev/full"])
 def test_token_that_could_not_be_printed_is_not_valid(database, store, redirection):
     script = f'exec "$0" token create ann {redirection}'
