@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from outside import HOSTILE, call, connect, copy_broken, left, marked, refuses
-from running import LIMIT, PROJECTS, ROOT, Client, run
+from running import LIMIT, PROJECTS, ROOT, run
 
 COMMAND = [sys.executable, str(ROOT / "testservice.py")]
 AT_TERMINAL = "import os, sys; os.login_tty(0); os.execv(sys.argv[1], sys.argv[1:])"
@@ -141,39 +141,21 @@ WRONG = [
 ]
 
 
-def test_wrong_line_is_answered_with_an_error(service):
-    service.read()
-    for line in WRONG:
-        answer = service.ask(line)
-        assert list(answer) == ["error"], line
-        assert answer["error"]
-        assert "\n" not in answer["error"]
-    assert list(service.ask("ann")) == ["token"]
-
-
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
-def test_line_that_is_not_utf8_is_answered_with_an_error(start, errors):
+def test_wrong_line_is_answered_with_an_error(start, errors):
     with start(PYTHONIOENCODING=f"utf-8:{errors}") as service:
         service.read()
-        service.process.stdin.buffer.write(b"\xff\n")
-        assert list(service.ask("ann")) == ["error"]
-        assert list(service.read()) == ["token"]
+        for line in [line.encode() for line in WRONG] + [b"\xff"]:
+            service.process.stdin.buffer.write(line + b"\n")
+            answer = service.ask("ann")
+            assert list(answer) == ["error"], line
+            assert answer["error"]
+            assert "\n" not in answer["error"]
+            assert list(service.read()) == ["token"]
 
 
-def test_expired_token_is_refused_as_such(service):
-    url = service.read()["url"]
-    token = service.ask('{"account": "ann", "expired": true}')["token"]
-    with connect(url, token) as client:
-        status, headers, _ = client.ask("GET", PROJECTS)
-    assert status == 401
-    assert 'error="invalid_token"' in headers["WWW-Authenticate"]
-    valid = service.ask('{"account": "ann", "expired": false}')["token"]
-    assert call(url, valid) == (200, [])
-
-
-def test_service_announces_that_it_closes_on_an_unread_body(service):
-    port = service.read()["url"].rpartition(":")[2]
-    with Client(port, "unknown") as client:
+def test_service_announces_that_it_closes_on_an_unread_body(gardening_service):
+    with connect(gardening_service.url, "unknown") as client:
         for size, connection in [(100, "keep-alive"), (100_000, "close")]:
             status, headers, _ = client.ask("POST", PROJECTS, {"name": size * "x"})
             assert (status, headers["Connection"]) == (401, connection)
@@ -413,16 +395,14 @@ def test_kill_of_it_and_of_its_keeper_leaves_no_process(service):
     assert refuses(url)
 
 
-def test_nobody_else_may_look_into_its_folder(service):
-    service.read()
-    assert service.folder.stat().st_mode & 0o777 == 0o700
-
-
-def test_folder_for_its_data_can_be_relative(start, tmp_path, monkeypatch):
+def test_folder_for_its_data_is_private_and_may_be_relative(
+    start, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     with start(TMPDIR="place") as service:
         assert call(**service.read(), method="POST", body={})[0] == 201
         assert {file.name for file in service.folder.glob("*.db")} == {"gardening.db"}
+        assert service.folder.stat().st_mode & 0o777 == 0o700
         service.process.terminate()
         assert service.errors() == ""
 
