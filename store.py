@@ -380,9 +380,8 @@ class Engine:
     execute: Callable[[Any, str, Values], list[Any]]  # all rows
     fill: Callable[[Any, str, list[str], Any], int]  # a table; how many rows they were
     backup: Callable[[str], None]
-    raise_outage: Callable[
-        [BaseException, bool], None
-    ]  # of a write? if it is no defect
+    # Raises Unavailable, or of a write OutcomeUnknown, unless the error is a defect.
+    raise_outage: Callable[[BaseException, bool], None]
 
     def __init__(self) -> None:
         self._idle: dict[int, list[Any]] = defaultdict(list)

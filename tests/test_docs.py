@@ -41,14 +41,10 @@ def under_a_prefix(upstream, tmp_path):
         yield f"https://{HOST}:{nginx.port}/garden"
 
 
-@pytest.fixture(params=["alone", pytest.param("under_a_prefix", marks=needs_nginx)])
+@pytest.fixture
 def base(request):
     """The address of the service, without a slash at the end."""
-    return request.getfixturevalue(request.param)
-
-
-# For what the proxy passes on as it is.
-alone_is_enough = pytest.mark.parametrize("base", ["alone"], indirect=True)
+    return request.getfixturevalue(getattr(request, "param", "alone"))
 
 
 @pytest.fixture
@@ -109,22 +105,22 @@ def authorize(docs, token):
     dialog.get_by_role("button", name="Close").last.click()
 
 
-def test_address_leads_to_a_page_where_a_project_can_be_made(
+def make_project(docs, client):
+    """What the page says of a Project that it made."""
+    status, project = Operation(docs, "createProject").execute()
+    found = client.call("GET", f"{PROJECTS}/{project['id']}")
+    assert (status, found) == ("201", (200, project))
+    return project
+
+
+def test_address_leads_to_a_page_where_every_operation_works(
     docs, base, gardening, client
 ):
     assert docs.url == f"{base}/docs/"
     authorize(docs, gardening.token)
-    status, project = Operation(docs, "createProject").execute()
-    url = f"{PROJECTS}/{project['id']}"
-    assert (status, client.call("GET", url)) == ("201", (200, project))
+    project = make_project(docs, client)
     assert project["name"] == "Buena Vista Park,SF"
-
-
-@alone_is_enough
-def test_every_other_operation_works_on_the_page(docs, gardening, client):
-    _, project = client.call("POST", PROJECTS, {"name": "Buena Vista Park,SF"})
     url, id = f"{PROJECTS}/{project['id']}", project["id"]
-    authorize(docs, gardening.token)
     assert Operation(docs, "listProjects").execute() == ("200", [project])
     assert Operation(docs, "getProject").execute(projectId=id) == ("200", project)
     change = {"name": "Buena Vista"}
@@ -136,6 +132,15 @@ def test_every_other_operation_works_on_the_page(docs, gardening, client):
     }
     assert Operation(docs, "deleteProject").execute(projectId=id) == ("204", None)
     assert client.call("GET", PROJECTS) == (200, [])
+
+
+@pytest.mark.parametrize(
+    "base", [pytest.param("under_a_prefix", marks=needs_nginx)], indirect=True
+)
+def test_page_calls_the_service_under_its_prefix(docs, base, gardening, client):
+    assert docs.url == f"{base}/docs/"
+    authorize(docs, gardening.token)
+    make_project(docs, client)
 
 
 @pytest.fixture
@@ -184,7 +189,6 @@ def test_service_without_the_package_has_no_page(without_docs, token):
         assert client.call("POST", PROJECTS, {})[0] == 201
 
 
-@alone_is_enough
 def test_page_runs_its_own_scripts_alone(page, base):
     """The fixture `docs` fails if its own ones were refused."""
     refused = []
@@ -201,7 +205,6 @@ def test_page_runs_its_own_scripts_alone(page, base):
     assert "Content Security Policy" in told
 
 
-@alone_is_enough
 def test_page_cannot_be_framed(page, base):
     page.goto(f"{base}/openapi.json")
     page.evaluate(

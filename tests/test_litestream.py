@@ -3,6 +3,7 @@
 test_operations.py runs the unit under systemd.
 """
 
+import json
 import os
 import re
 import shlex
@@ -11,12 +12,13 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime
 from http.client import HTTPException
 from pathlib import Path
 
 import pytest
+from conftest import store_on
 from running import BIN, LIMIT, PROJECTS, ROOT, Client, at_once, blocks, gunicorn
 
 HEADING = "Continuous replication with Litestream"
@@ -111,10 +113,10 @@ def write(port: int, token: str, seconds: float, end: Callable) -> list[Write]:
     return acknowledged
 
 
-def lost(port: int, token: str, acknowledged: list[Write]) -> list[Write]:
-    """Those of the writes that the service does not know."""
-    with Client(port, token) as client:
-        projects = client.call("GET", PROJECTS)[1]
+def lost(path: str, acknowledged: list[Write]) -> list[Write]:
+    """Those of the writes that are not in the database."""
+    with closing(store_on(path)) as store:
+        projects = json.loads(store.list_projects("ann", ()).document)
     versions = {project["id"]: project["version"] for project in projects}
     return [write for write in acknowledged if versions.get(write[1], 0) < write[2]]
 
@@ -145,19 +147,17 @@ def test_copy_loses_a_second_at_most_and_after_an_orderly_stop_nothing(
 
     moment = datetime.now(UTC)
     with litestream(place), gunicorn(environment) as (service, port):
-        assert lost(port, token, old) == []
+        assert lost(path, old) == []
         later = write(port, token, 1, service.terminate)
         service.wait(LIMIT)
     newest = run(block("litestream ltx")).split()[-1]
     assert datetime.fromisoformat(newest) >= moment.replace(microsecond=0)
     run(restore)
-    with gunicorn(environment) as (_, port):
-        assert lost(port, token, old + later) == []
+    assert lost(path, old + later) == []
 
     earlier = f" -timestamp {moment.isoformat()} -o restored.db"
     run(restore.replace(" -o restored.db", earlier))
-    with gunicorn(environment) as (_, port):
-        assert lost(port, token, old + later) == later
+    assert lost(path, old + later) == later
 
 
 def test_copy_goes_on_without_its_corrupted_state(
@@ -177,5 +177,4 @@ def test_copy_goes_on_without_its_corrupted_state(
     shutil.rmtree(state)
     write_and_stop()
     run(block("litestream restore"))
-    with gunicorn(environment) as (_, port):
-        assert lost(port, token, acknowledged) == []
+    assert lost(path, acknowledged) == []
