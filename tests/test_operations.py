@@ -406,9 +406,10 @@ def test_metrics_are_sent_once_the_setting_is_there(server, saved_settings):
     server.paste("cat > /tmp/listen.py", input=listen)
     server.paste("cat >> /etc/gardening.env", input=line)
     received = server.paste(
-        "coproc python3 /tmp/listen.py && read -r _ <&${COPROC[0]} && "
+        # A descriptor of its own: bash closes that of a coprocess that has ended.
+        "coproc python3 /tmp/listen.py && exec 3<&${COPROC[0]} && read -r _ <&3 && "
         "systemctl restart gardening && "
-        "curl -fsS http://127.0.0.1:8000/api/v1/hello-service && cat <&${COPROC[0]}"
+        "curl -fsS http://127.0.0.1:8000/api/v1/hello-service && cat <&3"
     )
     assert "gardening.gunicorn.request.status.200:1|c" in received
 
