@@ -52,6 +52,12 @@ def server():
         yield server
 
 
+@pytest.fixture(scope="session")
+def reused(server):
+    """The URL of a database that one test after the other empties."""
+    return server.create_database()
+
+
 @pytest.fixture
 def fragile():
     """A PostgreSQL server of the test's own, to be broken."""
@@ -67,10 +73,9 @@ def database(request):
     if request.param == "SQLite":
         yield request.getfixturevalue("path")
     else:
-        server = request.getfixturevalue("server")
-        url = server.create_database()
+        url = request.getfixturevalue("reused")
         yield url
-        server.drop_database(url)
+        request.getfixturevalue("server").empty_database(url)
 
 
 def store_on(database, clock=time.time):

@@ -97,6 +97,7 @@ def test_unchanged_project_is_not_sent_again(client, project, url, method, tag):
 OTHER_TAGS = ['"1"', '"1-1"', "", '"x"', "garbage", '""', '"", ""']
 
 
+@on_sqlite
 @pytest.mark.parametrize("tag", OTHER_TAGS)
 def test_other_validators_get_the_whole_answer(client, project, url, tag):
     headers = {"If-None-Match": tag}
@@ -573,6 +574,7 @@ ERRORS = [
 ]
 
 
+@on_sqlite
 @pytest.mark.parametrize("method, target, options, status", ERRORS)
 def test_error_is_a_problem_document(client, method, target, options, status):
     response = client.open(target, method=method, **options)

@@ -46,6 +46,7 @@ def test_any_token_can_be_revoked(command):
     assert again == "Error: There is no token with the ID 1.\n"
 
 
+@on_sqlite
 @pytest.mark.parametrize(
     "words",
     [
@@ -77,6 +78,7 @@ def test_wrong_input_is_one_line_of_error(command, words):
     assert command("token", "list").stdout.count("\n") == 1
 
 
+@on_sqlite
 @pytest.mark.parametrize("days", ["1", "2", "1000000"])
 def test_lifetime_is_shown_with_its_end(command, days):
     assert command("token", "create", "ann", "--days", days).exit_code == 0
@@ -147,6 +149,7 @@ def test_token_that_could_not_be_printed_is_not_valid(database, store, redirecti
 NAMES = {"decomposed": "Zoe\u0308", "longest": "é" * 255, "inner spaces": "a  b"}
 
 
+@on_sqlite
 @pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
 def test_account_is_one_name_however_it_is_typed(command, store, name):
     for form in ("NFC", "NFD"):
@@ -170,6 +173,7 @@ def test_accounts_that_only_look_alike_are_two(command, store):
     assert len(store.list_accounts()) == 4
 
 
+@on_sqlite
 @pytest.mark.parametrize(
     "name", ["", " ", " a", "a ", "a\n", "a\0b", "x" * 256, "\xa0a"]
 )
@@ -222,6 +226,7 @@ def test_account_is_deleted_with_all_that_is_its_own(command, store, raw):
     assert store.list_projects("ann", ()).etag != before
 
 
+@on_sqlite
 @pytest.mark.parametrize(
     ("answer", "is_left"), [("n\n", True), ("", True), ("y\n", False)]
 )

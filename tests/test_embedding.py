@@ -166,10 +166,6 @@ def test_their_tests_pass_with_an_editable_clone(editable, project, environment)
     run_their_tests(editable, project, environment)
 
 
-def test_two_runs_at_once_pass(python, project, environment):
-    at_once(lambda _: run_their_tests(python, project, environment), 2)
-
-
 @pytest.mark.parametrize("name", ["SIGINT", "SIGKILL"])
 def test_nothing_is_left_when_a_run_is_ended(python, tmp_path, environment, name):
     """SIGINT as from Ctrl-C: to every process of the run, which then clears up."""

@@ -47,25 +47,24 @@ def check_integrity(path):
 
 
 @PRELOAD
-def test_workers_start_at_once_on_a_missing_file(environment, check_integrity, options):
+def test_processes_that_start_on_a_missing_file_lose_no_update(
+    environment, path, check_integrity, options
+):
     with gunicorn(environment, "--workers=6", *options) as (process, port):
         with Client(port, "x") as client:
             assert client.call("GET", PROJECTS)[0] == 401
+        token = token_on(path)
+        with Client(port, token) as client:
+            url = f"{PROJECTS}/{client.call('POST', PROJECTS, {})[1]['id']}"
+
+            def write(_):
+                with Client(port, token) as writer:
+                    calls = [writer.call("PUT", url, {"name": "x"}) for _ in range(10)]
+                return [project["version"] for _, project in calls]
+
+            assert sorted(chain(*at_once(write))) == list(range(2, 82))
+            assert client.call("GET", url)[1]["version"] == 81
         assert process.poll() is None
-
-
-@PRELOAD
-def test_processes_lose_no_update(environment, token, check_integrity, options):
-    with gunicorn(environment, *options) as (_, port), Client(port, token) as client:
-        url = f"{PROJECTS}/{client.call('POST', PROJECTS, {})[1]['id']}"
-
-        def write(_):
-            with Client(port, token) as writer:
-                answers = [writer.call("PUT", url, {"name": "x"}) for _ in range(10)]
-            return [project["version"] for _, project in answers]
-
-        assert sorted(chain(*at_once(write))) == list(range(2, 82))
-        assert client.call("GET", url)[1]["version"] == 81
 
 
 class Writer:
