@@ -50,8 +50,8 @@ def create_app(config: Mapping[str, Any] | None = None) -> Flask:
     add_page(app)
     commands.add_to(app)
     with commands.one_line_errors():
-        app.extensions["store"] = open_store(app)
-        commands.welcome(app, current_store(app))
+        app.extensions["store"] = opened = open_store(app)
+        commands.welcome(app, opened)
     return app
 
 
@@ -73,8 +73,8 @@ def open_store(app: Flask) -> store.Store:
     return store.Store(PostgreSQL(database))
 
 
-def current_store(app: Flask = current_app) -> store.Store:
-    opened: store.Store = app.extensions["store"]
+def current_store() -> store.Store:
+    opened: store.Store = current_app.extensions["store"]
     return opened
 
 

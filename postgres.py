@@ -258,7 +258,7 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
 
     @cached_property
     def cursors(self) -> defaultdict[str, psycopg.Cursor[tuple[Any, ...]]]:
-        """One for each statement: psycopg prepares much anew if a cursor's changes."""
+        """One per statement: a cursor whose statement changes sets up psycopg anew."""
         return defaultdict(partial(self.cursor, binary=True))
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:

@@ -166,7 +166,7 @@ class Store:
         self._change(self._engine.DELETE, identity(account, id), expected, refused)
 
     def list_projects(
-        self, account: str, known: Collection[str], page: Page | None = None
+        self, account: str, known: Etags, page: Page | None = None
     ) -> ProjectList:
         """All Projects, oldest first, or one page of them.
 
@@ -273,7 +273,7 @@ def identity(account: str, id: str) -> Values:
     return {"account": account, "id": id.replace("\0", "?")}
 
 
-def as_list(etags: Collection[str]) -> str:
+def as_list(etags: Etags) -> str:
     """The ETags as JSON. None has U+0000, which PostgreSQL cannot hold."""
     return json.dumps([etag for etag in etags if "\0" not in etag])
 
@@ -380,7 +380,7 @@ class Engine:
     execute: Callable[[Any, str, Values], list[Any]]  # all rows
     fill: Callable[[Any, str, list[str], Any], int]  # a table; how many rows they were
     backup: Callable[[str], None]
-    # Raises Unavailable, or of a write OutcomeUnknown, unless the error is a defect.
+    # Raises Unavailable, or OutcomeUnknown for a write, unless the error is a defect.
     raise_outage: Callable[[BaseException, bool], None]
 
     def __init__(self) -> None:

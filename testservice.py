@@ -81,8 +81,8 @@ def run(listener: socket.socket, folder: str) -> None:
             print("The service has ended.", file=sys.stderr)
         os._exit(number == signal.SIGCHLD)
 
-    mode = os.fstat(0).st_mode  # now, since a terminal that was closed is none any more
-    can_end = os.isatty(0) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
+    mode = os.fstat(0).st_mode  # asked now: once closed, a terminal no longer is one
+    has_end = os.isatty(0) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
     ending = threading.Thread(target=end, daemon=True)
     unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, ENDINGS)
     try:
@@ -108,7 +108,7 @@ def run(listener: socket.socket, folder: str) -> None:
         serve_tokens(listener, store, folder)
     except (OSError, Unavailable) as error:
         sys.exit(str(error))
-    if can_end:
+    if has_end:
         os.kill(os.getpid(), signal.SIGTERM)
     ending.join()  # the end of /dev/null, or of a file, means nothing
 

@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from running import LIMIT, wait_for
+from running import FEW, LIMIT, wait_for
 
 PROGRAMS = ["git", "nginx", "nsenter", "openssl", "runuser", "systemctl", "unshare"]
 MISSING = [
     each for each in PROGRAMS if not shutil.which(each, path="/usr/sbin:/usr/bin")
 ]
 ENVIRONMENT = {"HOME": "/root", "PATH": "/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
-# The root of the machine is $0/root; what lies in $1 is its /srv.
+# The root of the machine is $0/root; what lies in $1 is its /srv; $2 is for its services.
 BOOT = """
 mount --make-rprivate /
 mount -t tmpfs tmpfs "$0"
@@ -44,8 +44,7 @@ mknod -m 666 dev/urandom c 1 9
 mknod -m 666 dev/tty c 5 0
 rm -rf etc/systemd/system/*.wants
 mkdir -p etc/systemd/system.conf.d
-# Two worker processes, whatever the cores: each takes half a second to start.
-printf '[Manager]\nDefaultEnvironment=WEB_CONCURRENCY=2\n' >etc/systemd/system.conf.d/few.conf
+printf '[Manager]\nDefaultEnvironment=%s\n' "$2" >etc/systemd/system.conf.d/few.conf
 ln -sf /lib/systemd/system/basic.target etc/systemd/system/default.target
 mkdir old
 pivot_root . old
@@ -92,7 +91,7 @@ def machine(folder):
         subprocess.Popen(
             # It ends with us, however we end.
             ["setpriv", "--pdeathsig=KILL", "unshare", *private, "--kill-child"]
-            + ["sh", "-ec", BOOT, place, str(folder)],
+            + ["sh", "-ec", BOOT, place, str(folder), FEW],
             env=ENVIRONMENT | {"container": "oci"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -32,6 +32,7 @@ if (
     or shutil.disk_usage(MEMORY).free < 2**31
 ):
     MEMORY = None
+FEW = "WEB_CONCURRENCY=2"  # processes, whatever the cores: each takes half a second
 LIMIT = 60  # seconds for whatever is no promise of a time, however slow the machine
 
 
@@ -125,9 +126,8 @@ def gunicorn(environment, *options, stdout=subprocess.DEVNULL):
         process.terminate()
         try:
             process.wait(3)
-        except (
-            subprocess.TimeoutExpired
-        ):  # a worker that had just started has missed it
+        except subprocess.TimeoutExpired:
+            # A worker that had just started has missed it.
             for worker in workers(process):
                 with suppress(ProcessLookupError):
                     os.kill(worker, signal.SIGTERM)

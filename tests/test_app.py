@@ -574,7 +574,6 @@ ERRORS = [
 ]
 
 
-@on_sqlite
 @pytest.mark.parametrize("method, target, options, status", ERRORS)
 def test_error_is_a_problem_document(client, method, target, options, status):
     response = client.open(target, method=method, **options)

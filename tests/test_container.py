@@ -25,7 +25,17 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
-from running import LIMIT, PROJECTS, ROOT, Client, blocks, fetch_wheels, run, wait_for
+from running import (
+    FEW,
+    LIMIT,
+    PROJECTS,
+    ROOT,
+    Client,
+    blocks,
+    fetch_wheels,
+    run,
+    wait_for,
+)
 
 PORT = 8000
 USER = 10001
@@ -127,8 +137,7 @@ class Image:
         self, volume: Path, *command: str, until: str = "", **variables: str
     ) -> Iterator[Container]:
         """As `docker run`; once its log has the words."""
-        # Two worker processes, whatever the cores: each takes half a second to start.
-        environment = [*self.settings["Env"], "HOME=/data", "WEB_CONCURRENCY=2"]
+        environment = [*self.settings["Env"], "HOME=/data", FEW]
         environment += [f"{name}={value}" for name, value in variables.items()]
         user = [f"--setuid={self.settings['User']}", f"--setgid={USER}"]
         folder = f"--wd={self.settings['WorkingDir']}"

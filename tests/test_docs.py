@@ -12,6 +12,8 @@ from running import LIMIT, PROJECTS, Client, flask_run, port_of
 
 from auth import digest
 
+UNDER_A_PREFIX = pytest.param("under_a_prefix", marks=needs_nginx)
+
 
 @pytest.fixture
 def database(path):
@@ -134,9 +136,7 @@ def test_address_leads_to_a_page_where_every_operation_works(
     assert client.call("GET", PROJECTS) == (200, [])
 
 
-@pytest.mark.parametrize(
-    "base", [pytest.param("under_a_prefix", marks=needs_nginx)], indirect=True
-)
+@pytest.mark.parametrize("base", [UNDER_A_PREFIX], indirect=True)
 def test_page_calls_the_service_under_its_prefix(docs, base, gardening, client):
     assert docs.url == f"{base}/docs/"
     authorize(docs, gardening.token)
@@ -189,6 +189,7 @@ def test_service_without_the_package_has_no_page(without_docs, token):
         assert client.call("POST", PROJECTS, {})[0] == 201
 
 
+@pytest.mark.parametrize("base", ["alone", UNDER_A_PREFIX], indirect=True)
 def test_page_runs_its_own_scripts_alone(page, base):
     """The fixture `docs` fails if its own ones were refused."""
     refused = []
@@ -205,6 +206,7 @@ def test_page_runs_its_own_scripts_alone(page, base):
     assert "Content Security Policy" in told
 
 
+@pytest.mark.parametrize("base", ["alone", UNDER_A_PREFIX], indirect=True)
 def test_page_cannot_be_framed(page, base):
     page.goto(f"{base}/openapi.json")
     page.evaluate(

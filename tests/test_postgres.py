@@ -387,7 +387,7 @@ def test_refusal_is_one_line_without_the_password(rest):
     check_refusal(f"Error: {refusal.value}\n")
 
 
-@pytest.mark.parametrize("rest", [MALFORMED[0], MALFORMED[24]])
+@pytest.mark.parametrize("rest", [MALFORMED[0], MALFORMED[15], MALFORMED[24]])
 def test_commands_show_no_password(rest):
     url = f"postgresql://{rest}"
     check_refusal(run(url, "flask", "token", "list", refused=True))

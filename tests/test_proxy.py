@@ -60,15 +60,15 @@ def mixed_load(
 
 def test_reload_drops_none_of_thousands_of_requests(environment, token, tmp_path):
     def reload(number: int, turn: int) -> None:
-        if (number, turn) in [(0, 100), (0, 400)]:
+        if (number, turn) in [(0, 200), (0, 600)]:
             os.kill(process.pid, signal.SIGHUP)
 
     with (
         gunicorn(environment) as (process, upstream),
         proxy(tmp_path, upstream) as nginx,
     ):
-        statuses = mixed_load(nginx.port, token, 600, reload)
-    assert Counter(statuses) == {201: 1200, 200: 2400, 204: 1200}
+        statuses = mixed_load(nginx.port, token, 800, reload)
+    assert Counter(statuses) == {201: 1600, 200: 3200, 204: 1600}
 
 
 def test_no_idle_connection_ends_in_a_502(environment, token, tmp_path):

@@ -912,15 +912,15 @@ def test_patience_is_for_the_whole_queue(store, park, path):
 
     def create():
         started = time.monotonic()
-        with pytest.raises(Unavailable, match="still locked|other writers"):
+        with pytest.raises(Unavailable, match="still locked: "):
             store.create_project("ann", {})
         return time.monotonic() - started
 
     with hold_queue(path), ThreadPoolExecutor() as pool:
         first = pool.submit(create)
-        time.sleep(0.5)
+        time.sleep(1)
         # It waits for the first until that gives up, then for who holds the queue.
-        assert module.PATIENCE <= create() < module.PATIENCE + 1.5
+        assert module.PATIENCE <= create() < module.PATIENCE + 1
         first.result(LIMIT)
 
 

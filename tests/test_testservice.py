@@ -174,11 +174,8 @@ def test_end_of_input_ends_it(service):
 IGNORING = ["sh", "-c", 'trap "" INT TERM; exec "$@"', "sh", *COMMAND]
 
 
-@pytest.mark.parametrize(
-    ("command", "name"),
-    [(COMMAND, "SIGTERM"), (IGNORING, "SIGTERM"), (IGNORING, "SIGINT")],
-    ids=["", "ignored-SIGTERM", "ignored-SIGINT"],
-)
+@pytest.mark.parametrize("command", [COMMAND, IGNORING], ids=["", "ignored"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_signal_ends_it(start, command, name):
     with start(command=command) as service:
         url = service.read()["url"]
@@ -257,7 +254,7 @@ def test_key_ends_it_at_a_terminal(start, key):
         assert screen.readline() in (b"$\r\n", b"^C$\r\n")  # no traceback
 
 
-# As below nohup.
+# As under nohup.
 DEAF = ["/bin/sh", "-c", 'trap "" HUP; exec "$@"', "sh", *COMMAND]
 
 
@@ -340,8 +337,9 @@ def test_bind_chooses_the_address_which_must_be_free(start):
         assert service.read()["url"] == f"http://{address}"
 
 
-def test_address_that_it_prints_can_be_called(start):
-    with start("--bind", ":0") as service:  # every address
+@pytest.mark.parametrize("host", ["0.0.0.0", ""])
+def test_address_that_it_prints_can_be_called(start, host):
+    with start("--bind", f"{host}:0") as service:
         ready = service.read()
         assert ready["url"].startswith("http://127.0.0.1:")
         assert call(**ready) == (200, [])
