@@ -274,7 +274,7 @@ def identity(account: str, id: str) -> Values:
 
 
 def as_list(etags: Etags) -> str:
-    """The ETags as JSON. None has U+0000, which PostgreSQL cannot hold."""
+    """The ETags as JSON, without any that holds U+0000: PostgreSQL would refuse it."""
     return json.dumps([etag for etag in etags if "\0" not in etag])
 
 

@@ -17,15 +17,17 @@ PROGRAMS = ["git", "nginx", "nsenter", "openssl", "runuser", "systemctl", "unsha
 MISSING = [
     each for each in PROGRAMS if not shutil.which(each, path="/usr/sbin:/usr/bin")
 ]
-ENVIRONMENT = {"HOME": "/root", "PATH": "/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
-# The root of the machine is $0/root; what lies in $1 is its /srv; $2 is for its services.
+HOME = os.path.expanduser("~root")
+ENVIRONMENT = {"HOME": HOME, "PATH": "/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
+# The folder $0 has the root of the machine, and what overlayfs keeps. The folder $1 becomes
+# the machine's /srv; $2 is a setting for its services.
 BOOT = """
 mount --make-rprivate /
 mount -t tmpfs tmpfs "$0"
-mkdir "$0/upper" "$0/work" "$0/root"
-mount -t overlay -o "lowerdir=/,upperdir=$0/upper,workdir=$0/work" overlay "$0/root"
-mount --rbind "$1" "$0/root/srv"
-cd "$0/root"
+mkdir "$0/upper" "$0/scratch" "$0/machine"
+mount -t overlay -o "lowerdir=/,upperdir=$0/upper,workdir=$0/scratch" overlay "$0/machine"
+cd "$0/machine"
+mount --rbind "$1" srv
 mount -t proc proc proc
 mount -t sysfs sysfs sys
 mount -t cgroup2 cgroup2 sys/fs/cgroup
