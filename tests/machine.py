@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from running import FEW, LIMIT, wait_for
+from running import LIMIT, ONE_WORKER, wait_for
 
 PROGRAMS = ["git", "nginx", "nsenter", "openssl", "runuser", "systemctl", "unshare"]
 MISSING = [
@@ -93,7 +93,7 @@ def machine(folder):
         subprocess.Popen(
             # It ends with us, however we end.
             ["setpriv", "--pdeathsig=KILL", "unshare", *private, "--kill-child"]
-            + ["sh", "-ec", BOOT, place, str(folder), FEW],
+            + ["sh", "-ec", BOOT, place, str(folder), ONE_WORKER],
             env=ENVIRONMENT | {"container": "oci"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

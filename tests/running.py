@@ -32,7 +32,8 @@ if (
     or shutil.disk_usage(MEMORY).free < 2**31
 ):
     MEMORY = None
-FEW = "WEB_CONCURRENCY=2"  # processes, whatever the cores: each takes half a second
+ONE_WORKER = "WEB_CONCURRENCY=1"  # each takes a third of a second to start
+TWO_WORKERS = "--workers=2"  # where a test is about more than one
 LIMIT = 60  # seconds for whatever is no promise of a time, however slow the machine
 
 
@@ -106,14 +107,14 @@ def flask_run(environment, *options, folder=ROOT):
 
 @contextmanager
 def gunicorn(environment, *options, stdout=subprocess.DEVNULL):
-    """gunicorn with its own settings, and these: its process and its port."""
+    """gunicorn with its own settings, one worker, and these: its process and its port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         # As gunicorn does for a socket of its own.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         port = listener.getsockname()[1]
         command = [BIN / "gunicorn", "--bind", f"fd://{listener.fileno()}"]
         process = subprocess.Popen(
-            [*command, "--workers=2", "--log-level=warning", *options],
+            [*command, "--workers=1", "--log-level=warning", *options],
             cwd=ROOT,
             env=environment,
             pass_fds=[listener.fileno()],

@@ -26,8 +26,8 @@ from typing import Any
 
 import pytest
 from running import (
-    FEW,
     LIMIT,
+    ONE_WORKER,
     PROJECTS,
     ROOT,
     Client,
@@ -137,7 +137,7 @@ class Image:
         self, volume: Path, *command: str, until: str = "", **variables: str
     ) -> Iterator[Container]:
         """As `docker run`; once its log has the words."""
-        environment = [*self.settings["Env"], "HOME=/data", FEW]
+        environment = [*self.settings["Env"], "HOME=/data", ONE_WORKER]
         environment += [f"{name}={value}" for name, value in variables.items()]
         user = [f"--setuid={self.settings['User']}", f"--setgid={USER}"]
         folder = f"--wd={self.settings['WorkingDir']}"

@@ -23,7 +23,17 @@ from postgresql import (
     server,
     silence,
 )
-from running import LIMIT, PROJECTS, Client, at_once, flask, gunicorn, wait_for, workers
+from running import (
+    LIMIT,
+    PROJECTS,
+    TWO_WORKERS,
+    Client,
+    at_once,
+    flask,
+    gunicorn,
+    wait_for,
+    workers,
+)
 
 from store import OutcomeUnknown, Page, Unavailable
 
@@ -79,7 +89,9 @@ def test_failover_loses_no_acknowledged_write(tmp_path):
         url = f"postgresql://postgres@{hosts}/postgres"
         token = token_on(url)
         with (
-            gunicorn(environment(url), "--preload", "--log-level=critical") as (
+            gunicorn(
+                environment(url), TWO_WORKERS, "--preload", "--log-level=critical"
+            ) as (
                 process,
                 port,
             ),
@@ -122,7 +134,7 @@ def test_restart_is_noticed_before_a_request_fails(fragile, mode):
     url = fragile.url("postgres")
     token = token_on(url)
     # A worker that starts meanwhile would give up, and gunicorn with it.
-    with gunicorn(environment(url), "--preload") as (_, port):
+    with gunicorn(environment(url), TWO_WORKERS, "--preload") as (_, port):
 
         def work(number):
             with Client(port, token) as client:
@@ -140,8 +152,7 @@ def test_restart_is_noticed_before_a_request_fails(fragile, mode):
 def test_worker_that_starts_during_an_outage_outlives_it(fragile):
     url = fragile.url("postgres")
     token = token_on(url)
-    options = ["--workers=1", "--log-level=critical"]
-    with gunicorn(environment(url), *options) as (process, port):
+    with gunicorn(environment(url), "--log-level=critical") as (process, port):
 
         def status():
             with Client(port, token) as client:
@@ -230,7 +241,7 @@ def test_silent_server_does_not_make_everybody_wait_in_turn(fragile):
             ended.wait(0.5)
 
     with (
-        gunicorn(environment(url), "--log-level=critical") as (_, port),
+        gunicorn(environment(url), TWO_WORKERS, "--log-level=critical") as (_, port),
         ThreadPoolExecutor(60) as clients,
     ):
         works = [clients.submit(work, number) for number in range(60)]

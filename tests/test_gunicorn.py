@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 from conftest import token_on
 from nginx import assert_problem
-from running import BIN, LIMIT, PROJECTS, Client, gunicorn, port_of, run
+from running import BIN, LIMIT, PROJECTS, TWO_WORKERS, Client, gunicorn, port_of, run
 
 HELLO = "/api/v1/hello-service"
 UNREAD = {  # requests that get a response before their body is read
@@ -287,7 +287,10 @@ def test_stuck_writer_holds_up_neither_writers_nor_readers_for_long(environment,
         return found
 
     token = token_on(path)
-    with gunicorn(environment) as (_, port), ThreadPoolExecutor(10) as threads:
+    with (
+        gunicorn(environment, TWO_WORKERS) as (_, port),
+        ThreadPoolExecutor(10) as threads,
+    ):
         with Client(port, token) as client:
             url = f"{PROJECTS}/{client.call('POST', PROJECTS, {})[1]['id']}"
         with open(f"{path}-lock") as queue:

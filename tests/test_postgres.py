@@ -34,6 +34,7 @@ from running import (
     LIMIT,
     PROJECTS,
     ROOT,
+    TWO_WORKERS,
     Client,
     at_once,
     fill,
@@ -186,12 +187,22 @@ def test_two_services_on_one_database_agree_at_once(database, serve):
 
 
 START = """
-import sys
+import multiprocessing, sys
 from postgres import PostgreSQL
 from store import Store
-print("ready", flush=True)
-sys.stdin.read()
-Store(PostgreSQL(sys.argv[1])).create_project("ann", {})
+
+def start():
+    together.wait()
+    Store(PostgreSQL(sys.argv[1])).create_project("ann", {})
+
+fork = multiprocessing.get_context("fork")
+together = fork.Barrier(8)
+processes = [fork.Process(target=start) for _ in range(8)]
+for process in processes:
+    process.start()
+for process in processes:
+    process.join()
+print([process.exitcode for process in processes])
 """
 
 
@@ -200,26 +211,14 @@ def test_many_processes_start_at_once_on_an_empty_database(database, isolation):
     """Whatever the database's default is."""
     setting = f"default_transaction_isolation = '{isolation}'"
     execute(database, f"ALTER DATABASE {database.rpartition('/')[2]} SET {setting}")
-    pipe, command = subprocess.PIPE, [sys.executable, "-c", START, database]
-    with ExitStack() as stack:
-        processes = [
-            stack.enter_context(
-                subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe)
-            )
-            for _ in range(8)
-        ]
-        for process in processes:
-            assert process.stdout.readline() == b"ready\n"
-        for process in processes:
-            process.stdin.close()
-        assert [process.wait(LIMIT) for process in processes] == [0] * 8
+    assert run(database, sys.executable, "-c", START, database) == f"{[0] * 8}\n"
     assert execute(database, "SELECT created FROM account") == [(8,)]
 
 
 @pytest.mark.parametrize("options", [[], ["--preload"]], ids=["", "preload"])
 def test_workers_share_no_connection(primary, database, options):
     token = token_on(database)
-    with gunicorn(environment(database), *options) as (process, port):
+    with gunicorn(environment(database), TWO_WORKERS, *options) as (process, port):
 
         def work(_):
             with Client(port, token) as client:
@@ -389,11 +388,10 @@ def test_refusal_is_one_line_without_the_password(rest):
 
 @pytest.mark.parametrize("rest", [MALFORMED[0], MALFORMED[15], MALFORMED[24]])
 def test_commands_show_no_password(rest):
+    """gunicorn starts a command of `flask` first, and ends with it."""
+    options = ["--bind=127.0.0.1:0", "--log-level=warning"]
     url = f"postgresql://{rest}"
-    check_refusal(run(url, "flask", "token", "list", refused=True))
-    check_refusal(
-        run(url, "gunicorn", "--bind=127.0.0.1:0", "--log-level=warning", refused=True)
-    )
+    check_refusal(run(url, "gunicorn", *options, refused=True))
 
 
 @pytest.mark.parametrize("scheme", ["postgres", "postgresql+psycopg", "PostgreSQL"])

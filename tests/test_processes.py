@@ -19,6 +19,7 @@ from running import (
     LIMIT,
     PROJECTS,
     ROOT,
+    TWO_WORKERS,
     Client,
     at_once,
     fill,
@@ -99,7 +100,7 @@ def test_nothing_acknowledged_is_lost_by_kills_at_any_moment(
 ):
     writers, moments = [], random.Random(1)
     for _ in range(6):
-        with gunicorn(environment) as (process, port):
+        with gunicorn(environment, TWO_WORKERS) as (process, port):
             with Client(port, token) as client:
                 for writer in writers:
                     writer.check(client)
@@ -121,7 +122,7 @@ def test_nothing_acknowledged_is_lost_by_kills_at_any_moment(
 
 
 def test_killed_worker_leaves_the_others_going(environment, token, check_integrity):
-    with gunicorn(environment) as (process, port):
+    with gunicorn(environment, TWO_WORKERS) as (process, port):
         with Client(port, token) as client:
             writers = [Writer(client) for _ in range(8)]
 
@@ -178,7 +179,7 @@ def test_full_disk_stops_writes_until_there_is_room(environment, mount, tmp_path
 
 
 def test_token_revoked_by_command_is_invalid_in_every_worker(environment, token):
-    with gunicorn(environment) as (_, port):
+    with gunicorn(environment, TWO_WORKERS) as (_, port):
 
         def statuses():
             clients = [Client(port, token) for _ in range(20)]

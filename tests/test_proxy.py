@@ -18,6 +18,7 @@ from nginx import HOST, assert_problem, needs_nginx, proxy
 from running import (
     LIMIT,
     PROJECTS,
+    TWO_WORKERS,
     Client,
     TLSClient,
     at_once,
@@ -64,7 +65,7 @@ def test_reload_drops_none_of_thousands_of_requests(environment, token, tmp_path
             os.kill(process.pid, signal.SIGHUP)
 
     with (
-        gunicorn(environment) as (process, upstream),
+        gunicorn(environment, TWO_WORKERS) as (process, upstream),
         proxy(tmp_path, upstream) as nginx,
     ):
         statuses = mixed_load(nginx.port, token, 800, reload)
@@ -454,7 +455,10 @@ def test_hostile_client_costs_nobody_else_a_request(environment, token, tmp_path
                 )
                 accepted[response[0]] += 1
 
-    with gunicorn(environment) as (_, upstream), proxy(tmp_path, upstream) as nginx:
+    with (
+        gunicorn(environment, TWO_WORKERS) as (_, upstream),
+        proxy(tmp_path, upstream) as nginx,
+    ):
         attackers = [threading.Thread(target=attack) for _ in range(2)]
         for attacker in attackers:
             attacker.start()

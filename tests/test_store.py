@@ -140,7 +140,7 @@ def as_json(value):
 
 
 # PostgreSQL keeps no U+0000, and UTF-8 no surrogates.
-CHARACTERS = [chr(c) for c in range(1, 0x110000) if not 0xD800 <= c <= 0xDFFF]
+CODE_POINTS = [*range(1, 0xD800), *range(0xE000, 0x110000)]
 
 
 @pytest.mark.parametrize(
@@ -151,13 +151,15 @@ def test_every_text_is_kept_to_the_byte(store, text):
 
 
 def test_every_character_is_kept_to_the_byte(store):
-    check_bytes(store, name="".join(CHARACTERS[:12_287]), postal_code=None)
+    check_bytes(store, name="".join(map(chr, CODE_POINTS[:12_287])), postal_code=None)
 
 
 def test_random_unicode_is_kept_to_the_byte(store):
     choose = random.Random(1).choices
     for length in range(1, 100):
-        name, code = ("".join(choose(CHARACTERS, k=length)) for _ in range(2))
+        name, code = (
+            "".join(map(chr, choose(CODE_POINTS, k=length))) for _ in range(2)
+        )
         check_bytes(store, name=name, postal_code=code)
 
 
