@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from nginx import Response, assert_problem, needs_nginx, proxy
-from running import PROJECTS, TLSClient
+from running import PROJECTS, TLSClient, port_of
 
 ALLOWED = {"Authorization", "Content-Type", "If-Match", "If-None-Match"}
 ALLOWED |= {"Idempotency-Key"}
@@ -46,10 +46,10 @@ def origins() -> Iterator[tuple[str, str]]:
         server.server_close()
 
 
-@pytest.fixture
-def nginx(gardening, tmp_path, origins):
-    upstream = int(gardening.url.rpartition(":")[2])
-    with proxy(tmp_path, upstream, origin=origins[0]) as nginx:
+@pytest.fixture(scope="module")
+def nginx(gardening_service, tmp_path_factory, origins):
+    folder, upstream = tmp_path_factory.mktemp("nginx"), port_of(gardening_service.url)
+    with proxy(folder, upstream, origin=origins[0]) as nginx:
         yield nginx
 
 
@@ -156,7 +156,7 @@ def test_headers_name_the_named_origin_alone(client, origins, path, status):
 
 
 def test_no_origin_may_without_the_lines(gardening, tmp_path):
-    upstream = int(gardening.url.rpartition(":")[2])
+    upstream = port_of(gardening.url)
     with proxy(tmp_path, upstream) as nginx, TLSClient(nginx.port, "x") as client:
         status, headers, _ = preflight(client, PROJECTS, "https://app.example.org")
     assert status == 405

@@ -24,6 +24,7 @@ from running import (
     at_once,
     gunicorn,
     needs,
+    port_of,
     run,
     wait_for,
 )
@@ -95,15 +96,21 @@ def test_location_leads_back_through_the_proxy(client, prefix):
     assert client.call("GET", headers["Location"]) == (200, json.loads(content))
 
 
-@pytest.fixture
-def upstream(gardening):
+@pytest.fixture(scope="module")
+def upstream(gardening_service):
     """The port of a running service."""
-    return int(gardening.url.rpartition(":")[2])
+    return port_of(gardening_service.url)
 
 
-@pytest.fixture
-def nginx(upstream, tmp_path):
-    with proxy(tmp_path, upstream) as nginx:
+@pytest.fixture(scope="module")
+def log(tmp_path_factory):
+    """Where nginx writes its log."""
+    return tmp_path_factory.mktemp("nginx") / "access.log"
+
+
+@pytest.fixture(scope="module")
+def nginx(log, upstream):
+    with proxy(log.parent, upstream) as nginx:
         yield nginx
 
 
@@ -191,10 +198,11 @@ def test_silence_of_the_service_is_a_problem_document(tmp_path, listens, status)
     assert response[1]["Retry-After"] == "5"
 
 
-def test_defect_of_nginx_is_a_problem_document(client, tmp_path):
-    client.call("GET", PROJECTS)
-    shutil.rmtree(tmp_path / "body")  # where nginx keeps bodies of over 16 KiB
-    assert_problem(client.fetch("POST", PROJECTS, b"x" * 60_000), 500)
+def test_defect_of_nginx_is_a_problem_document(upstream, tmp_path):
+    with proxy(tmp_path, upstream) as nginx, TLSClient(nginx.port, "x") as client:
+        client.call("GET", PROJECTS)
+        shutil.rmtree(tmp_path / "body")  # where nginx keeps bodies of over 16 KiB
+        assert_problem(client.fetch("POST", PROJECTS, b"x" * 60_000), 500)
 
 
 @pytest.mark.parametrize(
@@ -335,15 +343,15 @@ def test_short_response_is_not_compressed(client):
 
 @pytest.mark.parametrize("path, status", [(PROJECTS, 200), ("/x", 404), ("/%00", 400)])
 def test_response_has_the_id_that_nginx_logs_beside_the_address(
-    client, tmp_path, path, status
+    client, log, path, status
 ):
     found, headers, _ = client.fetch("GET", path, X_Request_Id="of the client")
     assert found == status
     id = headers["X-Request-Id"]
     assert re.fullmatch("[0-9a-f]{32}", id)
     # nginx writes the line once it has sent the response.
-    [line] = wait_for((tmp_path / "access.log").read_text).splitlines()
-    assert re.fullmatch(rf"\S+ 127\.0\.0\.1 {id} {status} \d+ [\d.]+", line)
+    line = wait_for(lambda: re.search(f".*{id}.*", log.read_text()))
+    assert re.fullmatch(rf"\S+ 127\.0\.0\.1 {id} {status} \d+ [\d.]+", line[0])
 
 
 def test_service_logs_the_id_that_nginx_returns(environment, token, tmp_path):
