@@ -42,6 +42,9 @@ ACCESS = """
 host all,replication postgres 127.0.0.1/32 trust
 host all             all      127.0.0.1/32 scram-sha-256
 """
+# The other connections to a database, each with a process of its own.
+BACKENDS = """FROM pg_stat_activity WHERE datname = current_database()
+    AND backend_type = 'client backend' AND pid <> pg_backend_pid()"""
 NUMBERS = count(1)
 ORIGINS = ExitStack()
 atexit.register(ORIGINS.close)
@@ -94,9 +97,8 @@ class Server:
 
     def empty_database(self, url: str) -> None:
         """For the next test, in half the time that another database takes."""
-        for backend in backends(url):  # which may hold a lock
-            self.execute(f"SELECT pg_terminate_backend({backend}, {1000 * LIMIT})")
-        execute(url, "DROP SCHEMA public CASCADE; CREATE SCHEMA public")
+        end = f"SELECT pg_terminate_backend(pid, {1000 * LIMIT}) {BACKENDS}"
+        execute(url, f"{end}; DROP SCHEMA public CASCADE; CREATE SCHEMA public")
 
     def kill(self) -> None:
         """Ends every process at once, as a crash does."""
@@ -212,9 +214,7 @@ def execute(url, statement):
 
 def backends(url, condition="true"):
     """The processes that serve the connections to a database."""
-    statement = f"""SELECT pid FROM pg_stat_activity WHERE datname = current_database()
-        AND backend_type = 'client backend' AND pid <> pg_backend_pid() AND {condition}"""
-    return {pid for (pid,) in execute(url, statement)}
+    return {pid for (pid,) in execute(url, f"SELECT pid {BACKENDS} AND {condition}")}
 
 
 @contextmanager

@@ -113,15 +113,18 @@ def names(server, token):
     return [project["name"] for project in projects]
 
 
-def first_token(server):
-    return server.paste(block("First token")).splitlines()[0]
+@pytest.fixture(scope="module")
+def token_of_ann(server):
+    return server.paste("gardening token create ann").splitlines()[0]
 
 
 @pytest.fixture
-def token(server, request):
-    """Of an account that no other test has."""
-    name = request.node.name
-    return server.paste(f"gardening token create {name}").splitlines()[0]
+def token(server, token_of_ann):
+    """Of an account without Projects."""
+    for project in curl(server, PROJECTS, token=token_of_ann)[1]:
+        url = f"{PROJECTS}/{project['id']}"
+        assert curl(server, url, "-X DELETE", token=token_of_ann)[0] == 204
+    return token_of_ann
 
 
 def main_pid(server):
@@ -181,7 +184,7 @@ def test_command_uses_the_settings_alone(server, token):
         "PYTHONPATH": "/tmp/x",
     }
     listed = server.paste("cd /tmp && gardening token list", **strange)
-    assert "test_command_uses_the_settings_alone" in listed
+    assert " ann\n" in listed
     assert "strange" not in listed
     assert server.paste("ls /tmp/other.db 2>&1 || true").startswith("ls: cannot access")
 
