@@ -284,7 +284,7 @@ def test_stuck_writer_holds_up_neither_writers_nor_readers_for_long(environment,
         found = []
         while not found or found[-1][0] < 7:
             found.append(timed("GET"))
-            time.sleep(0.01)
+            time.sleep(0.05)
         return found
 
     token = token_on(path)

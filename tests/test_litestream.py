@@ -106,6 +106,7 @@ def write(port: int, token: str, seconds: float, end: Callable) -> list[Write]:
                 members = {"name": f"{time.monotonic()}"}
                 project = client.call("PUT", f"{PROJECTS}/{id}", members)[1]
                 acknowledged.append((time.monotonic(), id, project["version"]))
+                time.sleep(0.02)
                 if number == 0 and time.monotonic() > deadline:
                     end()
 
