@@ -11,14 +11,10 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from flask import current_app, request
-from flask.typing import ResponseReturnValue
-from werkzeug.exceptions import Unauthorized
-
 from store import Store
 
 PREFIX = "gardening_"  # by which a secret scanner recognizes a leaked token
-View = Callable[..., ResponseReturnValue]
+View = Callable[..., Any]
 
 
 def issue_token(store: Store, account: str, days: int | None = None) -> tuple[str, int]:
@@ -42,9 +38,11 @@ def digest(token: str) -> bytes:
 
 def token_required(view: View) -> View:
     """Give the view the account of the caller's token, or respond 401 (RFC 6750 3)."""
+    # Flask takes a quarter of a second, and the test service only issues tokens.
+    from flask import current_app, request
 
     @wraps(view)
-    def guarded(**arguments: str) -> ResponseReturnValue:
+    def guarded(**arguments: str) -> Any:
         # request.authorization raises ValueError for "Basic é".
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not token.strip():
@@ -60,7 +58,9 @@ def token_required(view: View) -> View:
     return guarded
 
 
-def unauthorized(detail: str, error: str = "") -> Unauthorized:
+def unauthorized(detail: str, error: str = "") -> Exception:
+    from werkzeug.exceptions import Unauthorized
+
     # Plain text, because Werkzeug's WWWAuthenticate drops the quotes around the realm.
     challenge: Any = f'Bearer realm="gardening"{error}'
     return Unauthorized(detail, www_authenticate=[challenge])

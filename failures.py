@@ -17,8 +17,6 @@ from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
-from flask import Response, request
-
 from auth import digest
 from store import OutcomeUnknown, Unavailable
 
@@ -58,13 +56,14 @@ def next_failure(folder: str, token: str) -> str:
     return "none"
 
 
-def refusal(failure: str) -> Response:
-    """What the proxy says."""
+def refusal(failure: str) -> dict[str, Any]:
+    """What the proxy says, as the arguments of a Response."""
     (seconds, detail), status = PROXY[failure], HTTPStatus(int(failure))
     problem = {"type": "about:blank", "status": status, "title": status.phrase}
     body = json.dumps(problem | {"detail": detail})
     headers = {"Cache-Control": "no-store", "Retry-After": str(seconds)}
-    return Response(body, status, headers, content_type="application/problem+json")
+    headers["Content-Type"] = "application/problem+json"
+    return {"response": body, "status": status, "headers": headers}
 
 
 def end_with(lifeline: int) -> None:
@@ -75,7 +74,10 @@ def end_with(lifeline: int) -> None:
 def create_app(lifeline: int) -> Callable[..., Iterable[bytes]]:
     """The WSGI application; gunicorn ends when the lifeline's other end closes."""
     threading.Thread(target=end_with, args=[lifeline], daemon=True).start()
-    from app import create_app  # slow, and nothing to the command, which writes plans
+    # Slow, and nothing to the command, which writes plans.
+    from flask import Response, request
+
+    from app import create_app
 
     app = create_app()
     folder = os.path.dirname(app.config["DATABASE"])
@@ -102,6 +104,7 @@ def create_app(lifeline: int) -> Callable[..., Iterable[bytes]]:
         if failure in ("lost", "dropped"):
             raise ConnectionResetError(errno.ECONNRESET, PLANNED)  # gunicorn closes
         environ[FAILURE] = failure
-        return (refusal(failure) if failure in PROXY else app)(environ, start_response)
+        response = Response(**refusal(failure)) if failure in PROXY else app
+        return response(environ, start_response)
 
     return serve
