@@ -17,8 +17,9 @@ service.request('GET', '/api/v1/hello-service'); \
 assert service.getresponse().status == 200"]
 
 COPY requirements.txt .
-RUN python3 -m venv .venv \
-    && pip install --no-cache-dir --requirement requirements.txt "psycopg[binary]==3.3.9" \
+RUN python3 -m venv --without-pip .venv \
+    && pip --python .venv/bin/python install --no-cache-dir \
+        --requirement requirements.txt "psycopg[binary]==3.3.9" \
     && printf '#!/bin/sh\nexec python /opt/gardening/testservice.py "$@"\n' \
         > .venv/bin/gardening-test-service \
     && chmod 755 .venv/bin/gardening-test-service

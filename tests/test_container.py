@@ -246,6 +246,13 @@ def storage(folder: Path) -> Storage:
     for file in ["passwd", "group"]:
         master = Path(root, f"usr/share/base-passwd/{file}.master")
         shutil.copy(master, Path(root, "etc", file))
+    # The official image has pip as well; Debian's Python has a wheel of it.
+    [wheel] = Path("/usr/share/python-wheels").glob("pip-*.whl")
+    [packages] = Path(root, "usr/lib").glob("python3.*")
+    shutil.unpack_archive(wheel, packages, "zip")
+    pip = Path(root, "usr/bin/pip")
+    pip.write_text('#!/bin/sh\nexec python3 -m pip "$@"\n')
+    pip.chmod(0o755)
     Path(root, "etc/pip.conf").write_text("[global]\nno-index = 1\nfind-links = /mnt\n")
     path = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     storage.buildah("config", "--env", path, container)

@@ -139,10 +139,6 @@ def as_json(value):
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-# PostgreSQL keeps no U+0000, and UTF-8 no surrogates.
-CODE_POINTS = [*range(1, 0xD800), *range(0xE000, 0x110000)]
-
-
 @pytest.mark.parametrize(
     "text", ["", '"\\/\b\f\n\r\t', "\x7f\u2028\ufeff\uffff", "Grüße 😀", "\x01" * 50]
 )
@@ -151,15 +147,15 @@ def test_every_text_is_kept_to_the_byte(store, text):
 
 
 def test_every_character_is_kept_to_the_byte(store):
-    check_bytes(store, name="".join(map(chr, CODE_POINTS[:12_287])), postal_code=None)
+    check_bytes(store, name="".join(map(chr, range(1, 12_288))), postal_code=None)
 
 
 def test_random_unicode_is_kept_to_the_byte(store):
     choose = random.Random(1).choices
+    # PostgreSQL keeps no U+0000, and UTF-8 no surrogates.
+    points = [*range(1, 0xD800), *range(0xE000, 0x110000)]
     for length in range(1, 100):
-        name, code = (
-            "".join(map(chr, choose(CODE_POINTS, k=length))) for _ in range(2)
-        )
+        name, code = ("".join(map(chr, choose(points, k=length))) for _ in range(2))
         check_bytes(store, name=name, postal_code=code)
 
 
