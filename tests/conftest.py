@@ -58,8 +58,12 @@ def server():
 
 @pytest.fixture(scope="session")
 def reused(server):
-    """The URL of a database that one test after the other empties."""
-    return server.create_database()
+    """The URL of a database, and a function that empties it for the next test."""
+    import postgresql
+
+    url = server.create_database()
+    with postgresql.emptying(url) as empty:
+        yield url, empty
 
 
 @pytest.fixture
@@ -77,9 +81,9 @@ def database(request):
     if request.param == "SQLite":
         yield request.getfixturevalue("path")
     else:
-        url = request.getfixturevalue("reused")
+        url, empty = request.getfixturevalue("reused")
         yield url
-        request.getfixturevalue("server").empty_database(url)
+        empty()
 
 
 def store_on(database, clock=time.time):

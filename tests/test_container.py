@@ -25,6 +25,7 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
+from conftest import token_on
 from running import (
     LIMIT,
     ONE_WORKER,
@@ -365,7 +366,7 @@ def test_request_under_way_is_finished_after_term(
     image: Image, network: None, volume: Path
 ) -> None:
     with image.serve(volume) as container:
-        token = container.exec("flask", "token", "create", "ann").strip()
+        token = token_on(str(volume / "gardening.db"))
         head = f"POST {PROJECTS} HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n"
         head += f"Authorization: Bearer {token}\r\nContent-Type: application/json\r\n"
         head += "Content-Length: 2\r\n\r\n"
@@ -403,7 +404,7 @@ def test_kubernetes_probes_pass_with_the_service_and_its_database(
     [script] = re.findall(r"- \|\n((?: {8}.*\n)+)", probes)
     check = ["python", "-c", dedent(script)]
     with image.serve(volume) as container:
-        token = container.exec("flask", "token", "create", "ann").strip()
+        token = token_on(str(volume / "gardening.db"))
         with Client(PORT, token) as client:
             assert client.call("GET", path)[0] == 200
         container.exec(*check, GARDENING_TOKEN=token)
@@ -421,7 +422,7 @@ def test_backup_of_a_container_is_restored_in_a_new_volume(
         if "sh -c" in block
     )
     with image.serve(volume) as container:
-        token = container.exec("flask", "token", "create", "ann").strip()
+        token = token_on(str(volume / "gardening.db"))
         with Client(PORT, token) as client:
             kept = client.call("POST", PROJECTS, {"name": "Park"})[1]
         copy = container.execute("sh", "-c", backup)
@@ -450,8 +451,8 @@ def test_no_process_is_roots(image: Image, network: None, volume: Path) -> None:
 def test_prefix_is_taken_from_the_proxies_named(
     image: Image, network: None, volume: Path, proxies: str, status: int
 ) -> None:
-    with image.serve(volume, FORWARDED_ALLOW_IPS=proxies) as container:
-        token = container.exec("flask", "token", "create", "ann").strip()
+    with image.serve(volume, FORWARDED_ALLOW_IPS=proxies):
+        token = token_on(str(volume / "gardening.db"))
         headers = {"Authorization": f"Bearer {token}", "SCRIPT_NAME": "/garden"}
         proxy = HTTPConnection("127.0.0.2", PORT, LIMIT, ("127.0.0.2", 0))
         with closing(proxy):

@@ -478,7 +478,7 @@ def test_uninstalled_service_leaves_nothing(server):
         server.paste(program)
         assert server.paste(f"ls {DATABASE}")
         server.paste(data)
-        places = "/etc /opt /usr /var/lib /var/backups -not -path '/etc/ssl/*'"
+        places = "/etc /opt /usr/local /var/lib /var/backups -not -path '/etc/ssl/*'"
         left = server.paste(f"find {places} -name '*gardening*' -not -name 'stamp-*'")
         assert left == ""
         server.paste("getent passwd gardening || getent group gardening", status=2)

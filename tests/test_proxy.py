@@ -62,15 +62,15 @@ def mixed_load(
 
 def test_reload_drops_none_of_thousands_of_requests(environment, token, tmp_path):
     def reload(number: int, turn: int) -> None:
-        if (number, turn) in [(0, 100), (0, 250)]:
+        if (number, turn) in [(0, 75), (0, 180)]:
             os.kill(process.pid, signal.SIGHUP)
 
     with (
         gunicorn(environment, TWO_WORKERS) as (process, upstream),
         proxy(tmp_path, upstream) as nginx,
     ):
-        statuses = mixed_load(nginx.port, token, 400, reload)
-    assert Counter(statuses) == {201: 800, 200: 1600, 204: 800}
+        statuses = mixed_load(nginx.port, token, 300, reload)
+    assert Counter(statuses) == {201: 600, 200: 1200, 204: 600}
 
 
 def test_no_idle_connection_ends_in_a_502(environment, token, tmp_path):
