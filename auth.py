@@ -1,7 +1,8 @@
 """Who may call: bearer tokens, issued to accounts and checked by a decorator.
 
 It contains no SQL and nothing about Projects. Only the holder has the token; the store
-keeps its SHA-256 digest.
+keeps its SHA-256 digest. What checks a token imports Flask itself, which takes a quarter of
+a second: the command of the test service only issues them.
 """
 
 import hashlib
@@ -38,7 +39,6 @@ def digest(token: str) -> bytes:
 
 def token_required(view: View) -> View:
     """Give the view the account of the caller's token, or respond 401 (RFC 6750 3)."""
-    # Flask takes a quarter of a second, and the test service only issues tokens.
     from flask import current_app, request
 
     @wraps(view)

@@ -56,14 +56,13 @@ def next_failure(folder: str, token: str) -> str:
     return "none"
 
 
-def refusal(failure: str) -> dict[str, Any]:
-    """What the proxy says, as the arguments of a Response."""
+def refusal(failure: str) -> tuple[str, int, dict[str, str]]:
+    """What the proxy says: content, status and headers."""
     (seconds, detail), status = PROXY[failure], HTTPStatus(int(failure))
     problem = {"type": "about:blank", "status": status, "title": status.phrase}
     body = json.dumps(problem | {"detail": detail})
     headers = {"Cache-Control": "no-store", "Retry-After": str(seconds)}
-    headers["Content-Type"] = "application/problem+json"
-    return {"response": body, "status": status, "headers": headers}
+    return body, status, headers | {"Content-Type": "application/problem+json"}
 
 
 def end_with(lifeline: int) -> None:
@@ -104,7 +103,7 @@ def create_app(lifeline: int) -> Callable[..., Iterable[bytes]]:
         if failure in ("lost", "dropped"):
             raise ConnectionResetError(errno.ECONNRESET, PLANNED)  # gunicorn closes
         environ[FAILURE] = failure
-        response = Response(**refusal(failure)) if failure in PROXY else app
+        response = Response(*refusal(failure)) if failure in PROXY else app
         return response(environ, start_response)
 
     return serve

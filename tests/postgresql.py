@@ -209,7 +209,8 @@ def execute(url, statement):
 
 @contextmanager
 def emptying(url):
-    """A function that empties the database, which is faster than to create another."""
+    """A function that empties the database, which is faster than creating another."""
+    # They may hold a lock.
     end = f"SELECT pg_terminate_backend(pid, {1000 * LIMIT}) {BACKENDS}"
     with psycopg.connect(url, autocommit=True) as connection:
         yield lambda: connection.execute(

@@ -189,6 +189,7 @@ def test_service_without_the_package_has_no_page(without_docs, token):
         assert client.call("POST", PROJECTS, {})[0] == 201
 
 
+@pytest.mark.parametrize("base", ["alone", UNDER_A_PREFIX], indirect=True)
 def test_page_runs_its_own_scripts_alone(page, base):
     """The fixture `docs` fails if its own ones were refused."""
     refused = []

@@ -387,9 +387,9 @@ def test_prefix_and_origins_are_installed(server):
 @pytest.fixture
 def saved_settings(server):
     """A copy of the settings, which hold again after the test."""
-    server.paste("cp /etc/gardening.env /root/")
-    yield "/root/gardening.env"
-    server.paste("cp /root/gardening.env /etc/ && systemctl restart gardening")
+    server.paste("cp /etc/gardening.env /run/")
+    yield "/run/gardening.env"
+    server.paste("cp /run/gardening.env /etc/ && systemctl restart gardening")
 
 
 @needs_machine
@@ -473,12 +473,12 @@ def test_page_names_every_file_to_install():
 def test_uninstalled_service_leaves_nothing(server):
     program, data = blocks(PAGE, "Uninstall")
     touched = "etc opt/gardening usr/local/bin var/lib/gardening var/backups"
-    server.paste(f"tar --create --file=/root/before.tar -C / {touched}")
+    server.paste(f"tar --create --file=/run/before.tar -C / {touched}")
     try:
         server.paste(program)
         assert server.paste(f"ls {DATABASE}")
         server.paste(data)
-        places = "/etc /opt /usr/local /var/lib /var/backups -not -path '/etc/ssl/*'"
+        places = "/etc /opt /usr /var/lib /var/backups -not -path '/etc/ssl/*'"
         left = server.paste(f"find {places} -name '*gardening*' -not -name 'stamp-*'")
         assert left == ""
         server.paste("getent passwd gardening || getent group gardening", status=2)
@@ -487,6 +487,6 @@ def test_uninstalled_service_leaves_nothing(server):
     finally:
         # Much faster than to install it again.
         server.paste(
-            "tar --extract --file=/root/before.tar -C / && systemctl daemon-reload && "
+            "tar --extract --file=/run/before.tar -C / && systemctl daemon-reload && "
             "systemctl start gardening gardening-backup.timer && systemctl reload nginx"
         )

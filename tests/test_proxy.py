@@ -62,15 +62,15 @@ def mixed_load(
 
 def test_reload_drops_none_of_thousands_of_requests(environment, token, tmp_path):
     def reload(number: int, turn: int) -> None:
-        if (number, turn) in [(0, 75), (0, 180)]:
+        if (number, turn) in [(0, 200), (0, 600)]:
             os.kill(process.pid, signal.SIGHUP)
 
     with (
         gunicorn(environment, TWO_WORKERS) as (process, upstream),
         proxy(tmp_path, upstream) as nginx,
     ):
-        statuses = mixed_load(nginx.port, token, 300, reload)
-    assert Counter(statuses) == {201: 600, 200: 1200, 204: 600}
+        statuses = mixed_load(nginx.port, token, 800, reload)
+    assert Counter(statuses) == {201: 1600, 200: 3200, 204: 1600}
 
 
 def test_no_idle_connection_ends_in_a_502(environment, token, tmp_path):
@@ -457,7 +457,7 @@ def test_hostile_client_costs_nobody_else_a_request(environment, token, tmp_path
 
     def write(_: int) -> None:
         with TLSClient(nginx.port, token) as client:
-            for _ in range(125):
+            for _ in range(250):
                 response = client.fetch(
                     "POST", PROJECTS, "{}", Content_Type="application/json"
                 )
@@ -474,6 +474,6 @@ def test_hostile_client_costs_nobody_else_a_request(environment, token, tmp_path
         at_work = False
         for attacker in attackers:
             attacker.join()
-    assert accepted == {201: 500}
+    assert accepted == {201: 1000}
     assert set(refused) == {401, 413}
     assert refused.total() >= 100
