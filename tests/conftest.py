@@ -6,7 +6,9 @@ import sqlite3
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 from conformance import check_response
@@ -37,6 +39,22 @@ CHROMIUM_OPTIONS = [
 ]
 # On a test that an engine cannot influence, or that is about SQLite itself.
 on_sqlite = pytest.mark.parametrize("database", ["SQLite"], indirect=True)
+
+
+def pytest_collection():
+    """Let each process of xdist start with other modules, and find the rest compiled."""
+    if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+        modules = sorted(path.stem for path in Path(__file__).parent.glob("test_*.py"))
+        count = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        first = int(worker.removeprefix("gw")) * len(modules) // count
+        for module in modules[first:] + modules[:first]:
+            with suppress(Exception, pytest.skip.Exception):  # to be reported as ever
+                import_module(module)
+
+
+def pytest_collection_modifyitems(items):
+    """Run the largest files first, so that no process is left alone with one."""
+    items.sort(key=lambda item: item.path.stat().st_size, reverse=True)
 
 
 @pytest.fixture
