@@ -1,8 +1,8 @@
 """Who may call: bearer tokens, issued to accounts and checked by a decorator.
 
 It contains no SQL and nothing about Projects. Only the holder has the token; the store
-keeps its SHA-256 digest. What checks a token imports Flask itself, which takes a quarter of
-a second: the command of the test service only issues them.
+keeps its SHA-256 digest. Flask, which takes a quarter of a second, is imported only to
+check a token: the test service's command does nothing but issue them.
 """
 
 import hashlib
