@@ -247,7 +247,8 @@ def test_restore_does_not_wait_for_a_service_that_uses_the_database(
     empty.list_tokens()
     with ExitStack() as stack:
         if target.startswith("postgresql://"):
-            other = stack.enter_context(psycopg.connect(target))
+            limit = f"-c idle_in_transaction_session_timeout={LIMIT}s"
+            other = stack.enter_context(psycopg.connect(target, options=limit))
             other.execute("SELECT * FROM token FOR UPDATE")
         else:
             other = stack.enter_context(closing(sqlite3.connect(target)))
