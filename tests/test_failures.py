@@ -170,6 +170,14 @@ def test_plans_of_two_tokens_do_not_meet(gardening_service):
         client.close()
 
 
+def test_plan_is_found_however_the_token_is_sent(gardening_service):
+    token = gardening_service.issue_token("ann", fail=["429", "429"])
+    with connect(gardening_service.url, token) as client:
+        for sent in (f"Bearer  {token}", f"bearer {token}"):
+            status = status_of(client, "GET", PROJECTS, None, Authorization=sent)
+            assert status == 429
+
+
 def test_expired_token_can_fail_too(gardening_service):
     token = gardening_service.issue_token("ann", expired=True, fail=["429"])
     with connect(gardening_service.url, token) as client:
