@@ -628,17 +628,25 @@ def test_change_that_meets_a_deletion_is_not_found(database, open_store):
             change.result(LIMIT)
 
 
-def test_conditional_deletion_that_meets_a_change_is_refused(database, open_store):
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda store, park: store.update_project("ann", park.id, {}, [park.etag]),
+        lambda store, park: store.delete_project("ann", park.id, [park.etag]),
+    ],
+    ids=["update", "delete"],
+)
+def test_conditional_change_that_meets_another_is_refused(database, open_store, change):
     store = open_store(database)
     park = store.create_project("ann", {})
     with psycopg.connect(database) as other, ThreadPoolExecutor() as pool:
         other.execute("SELECT FROM account FOR UPDATE")
-        deletion = pool.submit(store.delete_project, "ann", park.id, [park.etag])
+        late = pool.submit(change, store, park)
         waiting(database)
         other.execute("UPDATE project SET version = 2")
         other.commit()
         with pytest.raises(Stale):
-            deletion.result(LIMIT)
+            late.result(LIMIT)
     assert json.loads(store.get_project("ann", park.id).document)["version"] == 2
 
 
