@@ -210,7 +210,7 @@ def execute(url, statement):
 @contextmanager
 def emptying(url):
     """A function that empties the database, which is faster than creating another."""
-    # They may hold a lock.
+    # Whoever is still connected may hold a lock.
     end = f"SELECT pg_terminate_backend(pid, {1000 * LIMIT}) {BACKENDS}"
     with psycopg.connect(url, autocommit=True) as connection:
         yield lambda: connection.execute(
@@ -234,7 +234,7 @@ def lasts(at_least, at_most=ANSWER):
 def fails(exactly, reason=None):
     """Unavailable, but not the OutcomeUnknown that is one, or the reverse."""
     with pytest.raises(exactly, match=reason) as failure:
-        yield
+        yield failure
     assert failure.type is exactly
     assert "\n" not in str(failure.value)
 
