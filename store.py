@@ -479,6 +479,10 @@ SHORT_PATIENCE = 0.1  # seconds, after a failed write, until one succeeds
 OUTAGE = re.compile(  # what an operator can mend, or a retry can get past
     "SQLITE_(BUSY|LOCKED|READONLY|IOERR|CORRUPT|FULL|CANTOPEN|PROTOCOL|NOTADB)"
 )
+# Closing a file drops every POSIX lock that the process has on it, SQLite's as well. So a
+# database that exists is opened by SQLite alone, and while one thread creates a file, by
+# process id, no other opens it.
+CREATING: dict[int, threading.Lock] = defaultdict(threading.Lock)
 TRIGGERS = """
 CREATE TRIGGER project_insert AFTER INSERT ON project BEGIN
     REPLACE INTO account VALUES (new.account, hex(randomblob(8)), new.seq); END;
@@ -581,7 +585,8 @@ class SQLite(Engine):
                 if os.path.exists(wal) and not os.path.exists(self._path):
                     # SQLite would delete it, and with it what was acknowledged last.
                     raise Unavailable(f"without its database, move this away: {wal}")
-                os.close(create(self._path))
+                with CREATING[os.getpid()]:
+                    create(os.path.realpath(self._path))
                 self._file = os.stat(self._path)
             else:
                 self._uri = f"file:/{secrets.token_hex(8)}?vfs=memdb"
@@ -736,15 +741,21 @@ class Connection(sqlite3.Connection):
     patience: float  # seconds that it waits for SQLite's locks
 
 
-def create(path: str, flags: int = os.O_RDONLY) -> int:
-    """Open a file; a new one is for its owner alone, and root gives it to the folder's."""
-    with suppress(FileNotFoundError):
-        return os.open(path, flags & ~os.O_CREAT)
-    file = os.open(path, flags | os.O_CREAT, mode=0o600)
-    if os.geteuid() == 0:  # as with `flask token`
-        folder = os.stat(os.path.dirname(os.path.abspath(path)))
-        os.fchown(file, folder.st_uid, folder.st_gid)
-    return file
+def create(path: str) -> None:
+    """Create a file that only its owner can read, unless there is one.
+
+    What root creates, as `flask token` does, belongs to the owner of the folder.
+    """
+    try:
+        file = os.open(path, os.O_CREAT | os.O_EXCL, mode=0o600)
+    except FileExistsError:
+        return
+    try:
+        if os.geteuid() == 0:
+            folder = os.stat(os.path.dirname(os.path.abspath(path)))
+            os.fchown(file, folder.st_uid, folder.st_gid)
+    finally:
+        os.close(file)
 
 
 @contextmanager
@@ -752,7 +763,11 @@ def locked(path: str, deadline: float) -> Iterator[None]:
     """Hold an flock on the file, if it can be had in time. Raises Unavailable."""
     try:
         # Opened anew: an flock belongs to the open file, whoever shares that.
-        file = create(path)
+        try:
+            file = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            create(path)
+            file = os.open(path, os.O_RDONLY)
     except OSError as error:
         raise Unavailable(f"{error.strerror}: {path}") from error
     try:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import sqlite3
+import sys
 from contextlib import closing, suppress
 from itertools import chain
 from pathlib import Path
@@ -259,3 +260,26 @@ def test_newcomer_is_told_the_next_step(tmp_path):
     run(*command, folder=tmp_path)
     with flask_run(None, folder=tmp_path) as (_, printed):
         assert not any("No access token" in line for line in printed)
+
+
+SECOND_USE = """
+import os, signal, subprocess, sys
+from store import SQLite, Store
+path = sys.argv[1]
+first = Store(SQLite(path))
+first.create_project("ann", {})
+second = Store(SQLite(path))
+other = "import sys; from store import *; Store(SQLite(sys.argv[1])).list_tokens()"
+subprocess.run([sys.executable, "-c", other, path], check=True, timeout=60)
+for _ in range(20):
+    first.create_project("ann", {})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_second_use_in_a_process_loses_no_acknowledged_write(path, check_integrity):
+    """A file that a process closes itself loses the locks that SQLite has on it."""
+    run(sys.executable, "-c", SECOND_USE, path, status=-signal.SIGKILL)
+    with closing(sqlite3.connect(path)) as connection:
+        count = "SELECT count(*) FROM project"
+        assert connection.execute(count).fetchall() == [(21,)]
