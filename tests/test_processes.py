@@ -283,3 +283,49 @@ def test_second_use_in_a_process_loses_no_acknowledged_write(path, check_integri
     with closing(sqlite3.connect(path)) as connection:
         count = "SELECT count(*) FROM project"
         assert connection.execute(count).fetchall() == [(21,)]
+
+
+REPLACE = """
+import os, sqlite3, sys, threading
+from store import SQLite, Store
+path = sys.argv[1]
+store = Store(SQLite(path))
+user = threading.Thread(target=lambda _: threading.Event().wait(), args=[store], daemon=True)
+user.start()  # Python's end collects nothing that such a thread refers to
+copied = sqlite3.connect(path)
+copied.execute("VACUUM INTO ?", [f"{path}-copy"])
+copied.close()
+store.create_project("ann", {"name": "after the copy"})
+os.rename(f"{path}-copy", path)
+"""
+
+
+def test_process_that_ends_leaves_nothing_beside_a_replaced_file(path):
+    """Nobody calls the store after the replacement."""
+    run(sys.executable, "-c", REPLACE, path)
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+        assert connection.execute("SELECT * FROM project").fetchall() == []
+
+
+@pytest.mark.parametrize("is_met", [False, True], ids=["idle", "asked"])
+def test_service_that_is_stopped_leaves_nothing_beside_a_replaced_file(
+    environment, token, path, tmp_path, is_met
+):
+    backup = tmp_path / "backup.db"
+    with gunicorn(environment, TWO_WORKERS) as (process, port):
+        with Client(port, token) as client:
+            client.call("POST", PROJECTS, {"name": "in the backup"})
+            flask("backup", str(backup), environment=environment)
+            for _ in range(20):
+                client.call("POST", PROJECTS, {"name": "after the backup"})
+        os.rename(backup, path)
+        if is_met:
+            with Client(port, token) as client:
+                assert client.call("POST", PROJECTS, {})[0] == 503
+        process.terminate()
+        assert process.wait(LIMIT) == 0
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+        names = connection.execute("SELECT name FROM project").fetchall()
+        assert names == [("in the backup",)]

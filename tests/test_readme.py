@@ -76,7 +76,3 @@ def test_links_lead_to_files():
         folder = (ROOT / page).parent
         for link in re.findall(r"\]\((?!http)([^)#]+)", (ROOT / page).read_text()):
             assert (folder / link).exists(), f"{page}: {link}"
-
-
-def test_readme_is_short():
-    assert (ROOT / "README.md").stat().st_size <= 12_288

@@ -1018,17 +1018,23 @@ def test_impossible_path_is_refused(path, reason):
 RESTART = "the file was removed or replaced; restart the service to use {}$"
 
 
+def test_check_reads_the_database(store, raw):
+    store.check()
+    raw.execute("ALTER TABLE token RENAME TO away")
+    store.close()  # PostgreSQL's prepared statements
+    with pytest.raises(Exception, match="token"):
+        store.check()
+
+
 @on_sqlite
 @pytest.mark.parametrize("is_idle", [True, False])
 def test_lost_file_is_unavailable_and_not_replaced(store, park, path, is_idle):
     if not is_idle:
         store.close()
     os.rename(path, f"{path}-away")
-    for use in (lambda: store.get_project("ann", park.id), lambda: store.list_tokens()):
+    for use in (store.check, lambda: store.create_project("ann", {})):
         with pytest.raises(Unavailable):
             use()
-    with pytest.raises(Unavailable):
-        store.create_project("ann", {})
     assert not os.path.exists(path)
     os.rename(f"{path}-away", path)
     assert listed(store) == [read(park)]
@@ -1039,7 +1045,7 @@ def test_replaced_file_is_not_used_until_a_restart(store, open_store, park, path
     copy = f"{path}-copy"
     raw.execute("VACUUM INTO ?", [copy])
     os.rename(copy, path)
-    for use in (store.list_tokens, lambda: store.update_project("ann", park.id, {})):
+    for use in (store.check, lambda: store.update_project("ann", park.id, {})):
         with pytest.raises(Unavailable, match=RESTART.format(path)) as failure:
             use()
         assert type(failure.value) is Unavailable
@@ -1047,6 +1053,16 @@ def test_replaced_file_is_not_used_until_a_restart(store, open_store, park, path
         with suppress(FileNotFoundError):
             os.remove(path + suffix)  # they belong to the old file
     assert listed(open_store()) == [read(park)]
+
+
+@on_sqlite
+def test_read_notices_a_lost_file_within_a_second(store, park, path):
+    store.get_project("ann", park.id)
+    os.remove(path)
+    removed = time.monotonic()
+    with pytest.raises(Unavailable):
+        while time.monotonic() - removed < 1.5:
+            store.get_project("ann", park.id)
 
 
 def test_file_of_the_same_number_on_another_disk_is_not_used(mount, tmp_path):
@@ -1085,7 +1101,7 @@ def test_replaced_file_meets_no_wal_of_the_old_one(open_store, path, raw):
     for _ in range(3):
         for store in (first, second):
             with pytest.raises(Unavailable):
-                store.list_tokens()
+                store.check()
     assert Path(path).read_bytes() == before
     with closing(sqlite3.connect(f"{path}-old")) as old:
         assert old.execute("SELECT count(*) FROM project").fetchall() == [(30,)]
