@@ -38,13 +38,32 @@ COMMON, KEYS = (
     re.sub("|".join(WORDS), lambda found: WORDS[found[0]], tables)
     for tables in (store.COMMON, store.KEYS)
 )
+# By triggers, since processes of release 1.2.0 may go on writing for a while.
+TRIGGERS = """
+CREATE FUNCTION count_projects() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+    UPDATE account SET projects = projects + CASE TG_OP WHEN 'INSERT' THEN n ELSE -n END
+    FROM (SELECT account, count(*) AS n FROM changed GROUP BY account) AS change
+    WHERE name = change.account;
+    RETURN NULL; END $$;
+CREATE TRIGGER project_insert AFTER INSERT ON project REFERENCING NEW TABLE AS changed
+    FOR EACH STATEMENT EXECUTE FUNCTION count_projects();
+CREATE TRIGGER project_delete AFTER DELETE ON project REFERENCING OLD TABLE AS changed
+    FOR EACH STATEMENT EXECUTE FUNCTION count_projects();
+"""
 TABLES = f"""
 CREATE TABLE account (
     name        text    PRIMARY KEY,
     created     bigint  NOT NULL,               -- Projects ever: the seq of the last one
-    revision    text    NOT NULL                -- random; validates the account's lists
+    revision    text    NOT NULL,               -- random; validates the account's lists
+    projects    bigint  NOT NULL DEFAULT 0      -- Projects now
 );
 {COMMON}
+{TRIGGERS}
+"""
+LAYOUT_3 = f"""
+ALTER TABLE account ADD COLUMN projects bigint NOT NULL DEFAULT 0;
+{store.COUNT_PROJECTS};
+{TRIGGERS}
 """
 MARK = "Gardening Project Service, layout "  # the comment on the table of Projects
 INSPECT = f"""
@@ -89,7 +108,7 @@ class PostgreSQL(Engine):
     """
 
     TABLES = TABLES
-    UPGRADES = (KEYS,)
+    UPGRADES = (KEYS, LAYOUT_3)
     BEGIN = "BEGIN"
     BEGIN_READ = "BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY"
     # NOWAIT: fail rather than wait for a service that uses it.

@@ -309,18 +309,21 @@ CLAIMED = """SELECT project, digest FROM idempotency_key
     WHERE account = :account AND key = :key"""
 ACCOUNTS = """SELECT known.name, coalesce(projects, 0), coalesce(tokens, 0), changed_at
     FROM (SELECT name FROM account UNION SELECT account FROM token) AS known
-    LEFT JOIN (SELECT account, count(*) AS projects, max(updated_at) AS changed_at
+    LEFT JOIN account ON account.name = known.name
+    LEFT JOIN (SELECT account, max(updated_at) AS changed_at
         FROM project GROUP BY account) AS p ON p.account = known.name
     LEFT JOIN (SELECT account, count(*) AS tokens
         FROM token GROUP BY account) AS t ON t.account = known.name
     ORDER BY known.name"""
-TOTAL = "(SELECT count(*) FROM project WHERE account = :account)"
+TOTAL = "coalesce((SELECT projects FROM account WHERE name = :account), 0)"
 PAGE_ROWS = """project WHERE account = :account AND seq > :after
     ORDER BY seq LIMIT :size OFFSET :offset"""
 # `after` of the page that follows; null behind the last Project.
 NEXT = "nullif(max(seq), (SELECT max(seq) FROM project WHERE account = :account))"
+COUNT_PROJECTS = """UPDATE account
+    SET projects = (SELECT count(*) FROM project WHERE account = account.name)"""
 APPLICATION_ID = 0x67617264  # "gard": the database is ours
-LAYOUT = 2  # of the tables
+LAYOUT = 3  # of the tables
 # The tables that are the same in both engines, in SQLite's words for the types.
 KEYS = """
 CREATE TABLE idempotency_key (                      -- outlives its Project: it is spent
@@ -496,11 +499,15 @@ OUTAGE = re.compile(  # what an operator can mend, or a retry can get past
 CREATING: dict[int, threading.Lock] = defaultdict(threading.Lock)
 TRIGGERS = """
 CREATE TRIGGER project_insert AFTER INSERT ON project BEGIN
-    REPLACE INTO account VALUES (new.account, hex(randomblob(8)), new.seq); END;
+    INSERT INTO account (name, revision, created, projects)
+    VALUES (new.account, hex(randomblob(8)), new.seq, 1)
+    ON CONFLICT (name) DO UPDATE SET
+        revision = excluded.revision, created = new.seq, projects = projects + 1; END;
 CREATE TRIGGER project_update AFTER UPDATE ON project BEGIN
     UPDATE account SET revision = hex(randomblob(8)) WHERE name = new.account; END;
 CREATE TRIGGER project_delete AFTER DELETE ON project BEGIN
-    UPDATE account SET revision = hex(randomblob(8)) WHERE name = old.account; END;
+    UPDATE account SET revision = hex(randomblob(8)), projects = projects - 1
+    WHERE name = old.account; END;
 """
 TABLES = f"""
 -- The revision validates an account's lists. It is random, since a counter would
@@ -508,20 +515,28 @@ TABLES = f"""
 CREATE TABLE account (
     name        TEXT    PRIMARY KEY,
     revision    TEXT    NOT NULL,
-    created     INTEGER NOT NULL DEFAULT 0          -- Projects ever: the last one's seq
+    created     INTEGER NOT NULL DEFAULT 0,         -- Projects ever: the last one's seq
+    projects    INTEGER NOT NULL DEFAULT 0          -- Projects now
 ) STRICT;
 {COMMON}
 {TRIGGERS}
 PRAGMA application_id = {APPLICATION_ID};
 """
+DROP_TRIGGERS = """
+DROP TRIGGER project_insert;
+DROP TRIGGER project_update;
+DROP TRIGGER project_delete;
+"""
 LAYOUT_2 = f"""
 ALTER TABLE account ADD COLUMN created INTEGER NOT NULL DEFAULT 0;
 UPDATE account
 SET created = (SELECT coalesce(max(seq), 0) FROM project WHERE account = account.name);
-DROP TRIGGER project_insert;
-DROP TRIGGER project_update;
-DROP TRIGGER project_delete;
 {KEYS}
+"""
+LAYOUT_3 = f"""
+ALTER TABLE account ADD COLUMN projects INTEGER NOT NULL DEFAULT 0;
+{COUNT_PROJECTS};
+{DROP_TRIGGERS}
 {TRIGGERS}
 """
 
@@ -544,7 +559,7 @@ class SQLite(Engine):
     """
 
     TABLES = TABLES
-    UPGRADES = (LAYOUT_2,)
+    UPGRADES = (LAYOUT_2, LAYOUT_3)
     BEGIN = BEGIN_FILL = "BEGIN IMMEDIATE"
     BEGIN_READ = "BEGIN"
     LAST_TOKEN = (

@@ -17,6 +17,7 @@ from store import SQLite, Store, Unavailable
 # The digests of the tables of each layout: a change of theirs needs a new layout.
 DIGESTS = {
     2: {"SQLite": "69ffdcd580946a9b", "PostgreSQL": "6778f463640a56ca"},
+    3: {"SQLite": "bc2f46e1dacc9222", "PostgreSQL": "65390d5ae09ce7d2"},
 }
 LAYOUT_1 = {
     "SQLite": """
@@ -59,6 +60,30 @@ LAYOUT_1 = {
         COMMENT ON TABLE project IS 'Gardening Project Service, layout 1';
         """,
 }
+KEYS = """
+    CREATE TABLE idempotency_key (account TEXT NOT NULL, key TEXT NOT NULL,
+        digest BLOB NOT NULL, project TEXT NOT NULL, PRIMARY KEY (account, key))"""
+# What turned layout 1 into layout 2.
+LAYOUT_2 = {
+    "SQLite": f"""
+        ALTER TABLE account ADD COLUMN created INTEGER NOT NULL DEFAULT 0;
+        DROP TRIGGER project_insert;
+        DROP TRIGGER project_update;
+        DROP TRIGGER project_delete;
+        {KEYS} STRICT, WITHOUT ROWID;
+        CREATE TRIGGER project_insert AFTER INSERT ON project BEGIN
+            REPLACE INTO account VALUES (new.account, hex(randomblob(8)), new.seq); END;
+        CREATE TRIGGER project_update AFTER UPDATE ON project BEGIN
+            UPDATE account SET revision = hex(randomblob(8)) WHERE name = new.account; END;
+        CREATE TRIGGER project_delete AFTER DELETE ON project BEGIN
+            UPDATE account SET revision = hex(randomblob(8)) WHERE name = old.account; END;
+        PRAGMA user_version = 2;
+        """,
+    "PostgreSQL": f"""
+        {KEYS.replace("BLOB", "bytea")};
+        COMMENT ON TABLE project IS 'Gardening Project Service, layout 2';
+        """,
+}
 # A Project and a token of each account, with every column filled; ann's first is deleted.
 FILLED = f"""
     INSERT INTO project (id, account, seq, name, created_at, updated_at, version,
@@ -73,15 +98,19 @@ FILLED = f"""
 COUNTERS = "INSERT INTO account VALUES ('ann', 5, 'r1'), ('bob é', 1, 'r2')"
 
 
-@pytest.fixture
-def older(raw):
-    """The database as a release with layout 1 left it."""
+@pytest.fixture(params=[1, 2], ids=["layout-1", "layout-2"])
+def older(request, raw):
+    """The database as a release with an older layout left it."""
     if isinstance(raw, sqlite3.Connection):
         raw.execute("PRAGMA journal_mode = WAL")
         raw.executescript(LAYOUT_1["SQLite"])
+        if request.param == 2:
+            raw.executescript(LAYOUT_2["SQLite"])
         raw.executescript(FILLED.replace("ONE", "x'01'").replace("TWO", "x'02'"))
     else:
         raw.execute(LAYOUT_1["PostgreSQL"])
+        if request.param == 2:
+            raw.execute(LAYOUT_2["PostgreSQL"])
         raw.execute(FILLED.replace("ONE", r"'\x01'").replace("TWO", r"'\x02'"))
         raw.execute(COUNTERS)
     return raw
@@ -107,7 +136,9 @@ def structure(raw):
         FROM pg_indexes WHERE schemaname = 'public'
         UNION ALL SELECT obj_description('project'::regclass), conname,
             pg_get_constraintdef(oid), NULL, NULL, NULL
-        FROM pg_constraint WHERE connamespace = 'public'::regnamespace"""
+        FROM pg_constraint WHERE connamespace = 'public'::regnamespace
+        UNION ALL SELECT tgname, pg_get_triggerdef(t.oid), prosrc, NULL, NULL, NULL
+        FROM pg_trigger AS t JOIN pg_proc AS p ON p.oid = tgfoid WHERE NOT tgisinternal"""
     return set(raw.execute(select).fetchall())
 
 
@@ -117,9 +148,9 @@ def test_older_database_is_brought_up_to_date(older, open_store):
     revisions = revisions.fetchall()
     store = open_store(clock=lambda: 1.5)
     assert projects(older) == before
-    counters = "SELECT name, revision, created FROM account ORDER BY name"
+    counters = "SELECT name, revision, created, projects FROM account ORDER BY name"
     ann, bob = revisions
-    assert older.execute(counters).fetchall() == [(*ann, 5), (*bob, 1)]
+    assert older.execute(counters).fetchall() == [(*ann, 5, 2), (*bob, 1, 1)]
     assert [tuple(token) for token in store.list_tokens()] == [
         (3, 1000, None, "ann"),
         (9, 1000, 2000, "eve"),
@@ -178,10 +209,10 @@ def test_older_database_is_brought_up_to_date_once_by_many(older, open_store):
 
 
 def test_upgrade_that_fails_changes_nothing(older, open_store):
-    older.execute("CREATE TABLE idempotency_key (theirs int)")
+    older.execute("ALTER TABLE account ADD COLUMN projects text")
     before = structure(older)
     for _ in range(2):
-        with pytest.raises(Exception, match="idempotency_key"):
+        with pytest.raises(Exception, match="projects"):
             open_store()
     assert structure(older) == before
 
@@ -229,6 +260,33 @@ def test_database_with_foreign_tables_is_left_alone(open_store, raw):
     with pytest.raises(Unavailable, match="made by another program"):
         open_store()
     assert raw.execute(count).fetchall() == [(1,)]
+
+
+# How release 1.2.0 creates and deletes on PostgreSQL.
+OLD_CREATE = """
+    WITH counted AS (
+        INSERT INTO account AS known (name, created, revision)
+        VALUES (%(account)s, 1, 'r')
+        ON CONFLICT (name) DO UPDATE
+        SET created = known.created + 1, revision = excluded.revision
+        RETURNING created)
+    INSERT INTO project (id, account, seq, created_at, updated_at)
+    SELECT md5(random()::text), %(account)s, created, 1, 1 FROM counted RETURNING id"""
+OLD_DELETE = """
+    WITH revised AS (UPDATE account SET revision = 'r' WHERE name = %(account)s
+        AND EXISTS (SELECT FROM project WHERE id = %(id)s) RETURNING revision)
+    DELETE FROM project USING revised WHERE id = %(id)s RETURNING id"""
+
+
+@pytest.mark.parametrize("database", ["PostgreSQL"], indirect=True)
+def test_processes_of_the_older_release_go_on_counting(open_store, raw):
+    store = open_store()
+    for account in ("ann", "bob"):
+        for _ in range(3):
+            [(id,)] = raw.execute(OLD_CREATE, {"account": account}).fetchall()
+        raw.execute(OLD_DELETE, {"account": account, "id": id})
+    store.create_project("ann", {})
+    assert [row.projects for row in store.list_accounts()] == [3, 2]
 
 
 @on_sqlite

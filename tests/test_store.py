@@ -468,6 +468,56 @@ def test_total_counts_the_projects_that_the_account_has(store):
     assert read(store.list_projects("ann", [], Page(0, 1)))["total"] == 2
 
 
+def test_total_is_kept_with_the_account(store, raw):
+    store.create_project("ann", {})
+    raw.execute("UPDATE account SET projects = 7")
+    assert read(store.list_projects("ann", [], Page(0, 1)))["total"] == 7
+    assert store.list_accounts()[0].projects == 7
+
+
+def test_total_is_exact_however_many_writers_there_are(store, park, raw):
+    def write(number):
+        made = [store.create_project("ann", {}).id for _ in range(4)]
+        with suppress(NotFound):
+            store.delete_project("ann", park.id)
+        with suppress(NotFound):
+            store.update_project("ann", park.id, {})
+        store.delete_project("ann", made[0])
+        with pytest.raises(Stale):
+            store.delete_project("ann", made[1], ["x"])
+        store.create_project(f"new {number % 2}", {}, key="k")
+
+    at_once(write, 8)
+    counted = "SELECT account, count(*) FROM project GROUP BY account ORDER BY account"
+    kept = "SELECT name, projects FROM account ORDER BY name"
+    assert raw.execute(kept).fetchall() == raw.execute(counted).fetchall()
+
+
+@on_sqlite
+def test_page_costs_the_same_however_many_projects_there_are(store, raw):
+    """Counted in steps of SQLite's virtual machine."""
+    for account, count in [("few", 100), ("many", 20_000)]:
+        raw.execute(
+            """WITH RECURSIVE n(seq) AS (SELECT 1 UNION ALL SELECT seq + 1 FROM n
+                WHERE seq < ?)
+            INSERT INTO project (id, account, seq, created_at, updated_at)
+            SELECT ?1 || seq, ?2, seq, 1, 1 FROM n""",
+            [count, account],
+        )
+
+    def steps(account, after):
+        values = {"account": account, "known": "[]", "query": ""}
+        values |= {"page": 0, "size": 20, "after": after, "offset": 0}
+        counted = []
+        raw.set_progress_handler(lambda: counted.append(1), 1)
+        raw.execute(SQLite.LIST_PAGE, values).fetchall()
+        raw.set_progress_handler(None, 0)
+        return len(counted)
+
+    assert steps("many", 0) < 1.1 * steps("few", 0)
+    assert steps("many", 19_980) < 1.1 * steps("few", 80)
+
+
 def test_page_far_beyond_the_end_is_empty(store):
     store.create_project("ann", {})
     page = read(store.list_projects("ann", [], Page(2**53 - 1, 1000)))
