@@ -18,18 +18,22 @@ PREFIX = "gardening_"  # by which a secret scanner recognizes a leaked token
 View = Callable[..., Any]
 
 
+class BadName(ValueError):
+    """The text cannot name an account."""
+
+
 def issue_token(store: Store, account: str, days: int | None = None) -> tuple[str, int]:
-    """A new token, with `days=0` an expired one, and its id. Raises ValueError."""
+    """A new token, with `days=0` an expired one, and its id. Raises BadName."""
     token = PREFIX + secrets.token_urlsafe(32)
     return token, store.add_token(account_name(account), digest(token), days)
 
 
 def account_name(text: str) -> str:
-    """The name in NFC (UAX 15), so that it is one however typed. Raises ValueError."""
+    """The name in NFC (UAX 15), so that it is one however typed. Raises BadName."""
     name = unicodedata.normalize("NFC", text)
     if not (0 < len(name) <= 255 and name.isprintable() and name == name.strip()):
         limits = "1 to 255 printable characters, without spaces at its ends"
-        raise ValueError(f"ACCOUNT is {limits}.")
+        raise BadName(f"ACCOUNT is {limits}.")
     return name
 
 

@@ -5,6 +5,7 @@ It is above auth and store, and knows nothing of HTTP or SQL.
 
 import logging
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,9 +14,11 @@ from typing import Any
 
 import click
 from flask import Flask, current_app
-from flask.cli import AppGroup
+from flask.cli import AppGroup, with_appcontext
 
-from auth import account_name, issue_token
+import backup as backups
+from auth import BadName, account_name, issue_token
+from backup import BadBackup
 from store import Store, Unavailable
 
 MAX_DAYS = 1_000_000  # 2,700 years; dates end with the year 9999
@@ -26,7 +29,7 @@ def one_line_errors() -> Iterator[None]:
     """On the command line, say in one line what is wrong, without usage or traceback."""
     try:
         yield
-    except (click.UsageError, Unavailable, ValueError, OSError) as error:
+    except (click.UsageError, BadName, BadBackup, Unavailable, OSError) as error:
         if not click.get_current_context(silent=True):
             raise
         reason = str(error)
@@ -121,20 +124,38 @@ def delete_account(account: str) -> None:
 
 @click.command("backup")
 @click.argument("file", type=click.Path())
+@with_appcontext
 @one_line_errors()
 def backup(file: str) -> None:
     """Write a copy of the database to FILE, a new SQLite file, while the service runs."""
-    current_store().backup(file)
+    with ended_like_ctrl_c():
+        backups.backup(current_store().engine, file)
+
+
+@contextmanager
+def ended_like_ctrl_c() -> Iterator[None]:
+    """Let SIGTERM, too, raise KeyboardInterrupt, so that what was begun is removed."""
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 @click.command("restore")
 @click.argument("file", type=click.Path())
+@with_appcontext
 @one_line_errors()
 def restore(file: str) -> None:
     """Fill an empty database with the copy that `backup` wrote to FILE."""
-    counts = current_store().restore(file)
-    told = "Restored {account} accounts, {project} Projects and {token} tokens."
-    click.echo(told.format(**counts))
+    store = current_store()
+    backups.restore(store.engine, file)
+    accounts = store.list_accounts()
+    projects = sum(account.projects for account in accounts)
+    tokens = sum(account.tokens for account in accounts)
+    click.echo(
+        f"Restored {len(accounts)} accounts, {projects} Projects and {tokens} tokens."
+    )
 
 
 def add_to(app: Flask) -> None:

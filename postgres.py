@@ -3,7 +3,6 @@
 It holds what differs from SQLite, and no rule of the store: those are in store.py.
 """
 
-import logging
 import re
 import select
 import threading
@@ -19,7 +18,6 @@ from psycopg.conninfo import conninfo_to_dict
 import store
 from store import Engine, Unavailable, Values
 
-logger = logging.getLogger(__name__)
 TIMEOUT = 4.5  # seconds for a statement or a transaction, once connected
 PAUSE = 0.5  # seconds between two attempts to reach a server that was silent
 CONNECT_TIMEOUT = 2  # seconds for each host; libpq takes no less
@@ -112,11 +110,15 @@ class PostgreSQL(Engine):
     BEGIN = "BEGIN"
     BEGIN_READ = "BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY"
     # NOWAIT: fail rather than wait for a service that uses it.
-    BEGIN_FILL = f"BEGIN; LOCK {', '.join(store.COPIED)} NOWAIT"
+    BEGIN_FILL = f"BEGIN; LOCK {', '.join(store.COLUMNS_OF)} NOWAIT"
     LAST_TOKEN = (
         "SELECT CASE WHEN is_called THEN last_value ELSE 0 END FROM token_id_seq"
     )
-    SET_LAST_TOKEN = ("SELECT setval('token_id_seq', greatest({last}, 1), {last} > 0)",)
+    SET_LAST_TOKEN = (
+        "SELECT setval('token_id_seq', greatest(:last::bigint, 1), :last::bigint > 0)",
+    )
+    STOP_TRIGGERS = ("ALTER TABLE project DISABLE TRIGGER USER",)
+    START_TRIGGERS = ("ALTER TABLE project ENABLE TRIGGER USER",)
     GET = f"SELECT {ROW} FROM project WHERE id = :id AND account = :account"
     CREATE = f"""WITH counted AS (
             INSERT INTO account AS known (name, created, revision)
@@ -184,29 +186,17 @@ class PostgreSQL(Engine):
         connection.deadline = time.monotonic() + seconds
         connection.execute(f"SET statement_timeout = '{seconds}s'")
 
-    def read(self, connection: "Connection", table: str) -> Any:
-        rows = connection.cursor(f"copy of {table}")  # a name keeps them on the server
-        return rows.execute(f"SELECT * FROM {table}")
+    def read(self, connection: "Connection", select: str) -> Any:
+        rows = connection.cursor("copy")  # a name keeps them on the server
+        return rows.execute(select)
 
     def fill(
-        self, connection: "Connection", table: str, columns: list[str], rows: Any
-    ) -> int:
-        cursor = connection.cursor()
-        with cursor.copy(f"COPY {table} ({', '.join(columns)}) FROM STDIN") as stream:
+        self, connection: "Connection", table: str, columns: tuple[str, ...], rows: Any
+    ) -> None:
+        copy = f"COPY {table} ({', '.join(columns)}) FROM STDIN"
+        with connection.cursor().copy(copy) as stream:
             for row in rows:
-                # An older release took U+0000, which PostgreSQL cannot hold.
-                clean = [
-                    v.replace("\0", "\ufffd") if type(v) is str else v for v in row
-                ]
-                if clean != list(row):
-                    logger.warning("Project %s: U+0000 is now U+FFFD", row[0])
-                stream.write_row(clean)
-        return cursor.rowcount
-
-    def backup(self, path: str) -> None:
-        with store.scratch() as copied:
-            store.copy(self, copied)
-            copied.backup(path)
+                stream.write_row(row)
 
     def raise_outage(self, error: BaseException, writes: bool) -> None:
         if not isinstance(error, psycopg.Error):

@@ -6,7 +6,6 @@ a method has written is on the disk when it returns.
 """
 
 import atexit
-import errno
 import fcntl
 import hashlib
 import json
@@ -14,7 +13,6 @@ import os
 import re
 import secrets
 import sqlite3
-import tempfile
 import threading
 import time
 from collections import defaultdict
@@ -88,8 +86,24 @@ Values = dict[str, Any]  # of the parameters of a statement
 
 DAY = 86_400_000  # milliseconds
 LONG = 3600  # seconds that a command may take, where a request may not
-# In this order: SQLite's triggers make accounts of Projects, which those copied replace.
-COPIED = ("project", "part", "token", "idempotency_key", "account")
+# Every table with its columns, and a Project before its parts.
+COLUMNS_OF = {
+    "account": ("name", "revision", "created", "projects"),
+    "token": ("id", "account", "digest", "created_at", "expires_at"),
+    "project": (
+        "id",
+        "account",
+        "seq",
+        "name",
+        "created_at",
+        "updated_at",
+        "version",
+        "postal_code",
+        "location",
+    ),
+    "part": ("id", "project", "kind"),
+    "idempotency_key": ("account", "key", "digest", "project"),
+}
 
 
 class Store:
@@ -101,7 +115,7 @@ class Store:
         self, engine: "Engine", clock: Callable[[], float] = time.time
     ) -> None:
         """`clock` returns epoch seconds."""
-        self._engine = engine
+        self.engine = engine
         self._clock = clock
         self.close = engine.close
 
@@ -116,13 +130,13 @@ class Store:
         id = secrets.token_hex(12)
         values = {"account": account, "id": id, "now": self._now(), **columns}
         if key is None:
-            return Project(*self._engine.write(self._engine.CREATE, values)[0])
+            return Project(*self.engine.write(self.engine.CREATE, values)[0])
         text = json.dumps(columns)  # in the order of COLUMNS, whatever the caller's is
         digest = hashlib.sha256(text.encode()).digest()
         claim = {"account": account, "key": key, "digest": digest, "project": id}
-        with self._engine.transaction() as execute:
+        with self.engine.transaction() as execute:
             if execute(CLAIM, claim):
-                return Project(*execute(self._engine.CREATE, values)[0])
+                return Project(*execute(self.engine.CREATE, values)[0])
             [(made, claimed)] = execute(CLAIMED, claim)
         try:
             project = self.get_project(account, made)
@@ -134,7 +148,7 @@ class Store:
 
     def get_project(self, account: str, id: str) -> Project:
         """Raises NotFound."""
-        rows = self._engine.run(self._engine.GET, identity(account, id))
+        rows = self.engine.run(self.engine.GET, identity(account, id))
         if not rows:
             raise NotFound
         return Project(*rows[0])
@@ -153,7 +167,7 @@ class Store:
         """
         columns = as_columns(members)
         changes = "".join(f"{name} = :{name}, " for name in columns)
-        sql = self._engine.UPDATE.replace(":changes", changes)
+        sql = self.engine.UPDATE.replace(":changes", changes)
         values = identity(account, id) | columns
         return Project(*self._change(sql, values, expected, refused))
 
@@ -165,7 +179,7 @@ class Store:
         refused: Etags = (),
     ) -> None:
         """Delete a Project and all that belongs to it. Raises NotFound, Stale."""
-        self._change(self._engine.DELETE, identity(account, id), expected, refused)
+        self._change(self.engine.DELETE, identity(account, id), expected, refused)
 
     def list_projects(
         self, account: str, known: Etags, page: Page | None = None
@@ -176,12 +190,12 @@ class Store:
         """
         values: Values = {"account": account, "known": as_list(known), "query": "-"}
         if page is None:
-            [(etag, document)] = self._engine.run(self._engine.LIST, values)
+            [(etag, document)] = self.engine.run(self.engine.LIST, values)
             return ProjectList(etag, document, None)
         values |= page._asdict() | {"after": page.after or 0}
         values["offset"] = page.page * page.size if page.after is None else 0
         values["query"] = "".join(f"-{n}" for n in page if n is not None)
-        [(etag, document)] = self._engine.run(self._engine.LIST_PAGE, values)
+        [(etag, document)] = self.engine.run(self.engine.LIST_PAGE, values)
         if document is None:
             return ProjectList(etag, None, None)
         following, _, document = document.partition(b"\n")
@@ -198,40 +212,40 @@ class Store:
             RETURNING id"""
         values = {"account": account, "digest": digest, "now": now}
         values["expires_at"] = None if days is None else now + days * DAY
-        [(id,)] = self._engine.write(sql, values)
+        [(id,)] = self.engine.write(sql, values)
         return int(id)
 
     def find_account(self, digest: bytes) -> str | None:
         """The account that a token acts for; None if it is unknown or has expired."""
         sql = """SELECT account FROM token
             WHERE digest = :digest AND (expires_at IS NULL OR expires_at > :now)"""
-        rows = self._engine.run(sql, {"digest": digest, "now": self._now()})
+        rows = self.engine.run(sql, {"digest": digest, "now": self._now()})
         return rows[0][0] if rows else None
 
     def list_tokens(self) -> list[Token]:
         """Every token, in the order of the ids."""
         sql = "SELECT id, created_at, expires_at, account FROM token ORDER BY id"
-        return [Token(*row) for row in self._engine.run(sql, {})]
+        return [Token(*row) for row in self.engine.run(sql, {})]
 
     def revoke_token(self, id: int) -> bool:
         """Make a token invalid; False if there is none with this id."""
         sql = "DELETE FROM token WHERE id = :id RETURNING id"
-        return bool(self._engine.write(sql, {"id": id}))
+        return bool(self.engine.write(sql, {"id": id}))
 
     def has_account(self, name: str) -> bool:
         """Whether the account has ever had a Project, or has a token."""
         sql = """SELECT name FROM account WHERE name = :name
             UNION SELECT account FROM token WHERE account = :name"""
-        return bool(self._engine.run(sql, {"name": name}))
+        return bool(self.engine.run(sql, {"name": name}))
 
     def list_accounts(self) -> list[Account]:
         """Every account, in the order of the names."""
-        return [Account(*row) for row in self._engine.run(ACCOUNTS, {})]
+        return [Account(*row) for row in self.engine.run(ACCOUNTS, {})]
 
     def delete_account(self, name: str) -> bool:
         """Delete the account and all that is its own; False if there is none."""
         deleted = []
-        with self._engine.transaction(LONG) as execute:
+        with self.engine.transaction(LONG) as execute:
             # The account comes first: its row is where its writers wait for each other.
             for table in ("account", "project", "token", "idempotency_key"):
                 column = "name" if table == "account" else "account"
@@ -239,21 +253,9 @@ class Store:
                 deleted += execute(sql, {"name": name})
         return bool(deleted)
 
-    def backup(self, path: str) -> None:
-        """Write a copy of this moment to a new SQLite file. Raises OSError, Unavailable."""
-        self._engine.backup(path)
-
-    def restore(self, path: str) -> dict[str, int]:
-        """Fill an empty database from such a copy: all of it, or nothing.
-
-        Returns the number of rows of each table. Raises Unavailable.
-        """
-        with scratch(path) as source:
-            return copy(source, self._engine)
-
     def check(self) -> None:
         """Raises Unavailable if the database cannot be read now."""
-        self._engine.check()
+        self.engine.check()
 
     def _change(
         self, sql: str, values: Values, expected: Etags | None, refused: Etags
@@ -261,7 +263,7 @@ class Store:
         values["now"] = self._now()
         values["expected"] = None if expected is None else as_list(expected)
         values["refused"] = as_list(refused) if refused else None
-        rows = self._engine.write(sql, values)
+        rows = self.engine.write(sql, values)
         if rows:
             return rows[0]
         if expected is None and not refused:
@@ -320,6 +322,8 @@ PAGE_ROWS = """project WHERE account = :account AND seq > :after
     ORDER BY seq LIMIT :size OFFSET :offset"""
 # `after` of the page that follows; null behind the last Project.
 NEXT = "nullif(max(seq), (SELECT max(seq) FROM project WHERE account = :account))"
+COUNT_CREATED = """UPDATE account SET created =
+    (SELECT coalesce(max(seq), 0) FROM project WHERE account = account.name)"""
 COUNT_PROJECTS = """UPDATE account
     SET projects = (SELECT count(*) FROM project WHERE account = account.name)"""
 APPLICATION_ID = 0x67617264  # "gard": the database is ours
@@ -385,10 +389,12 @@ class Engine:
     BEGIN_FILL: str  # one that writes, and lets nobody else do so
     LAST_TOKEN: str  # the highest id that a token has had
     SET_LAST_TOKEN: tuple[str, ...]
+    STOP_TRIGGERS: tuple[str, ...]
+    START_TRIGGERS: tuple[str, ...]
     take: Callable[[list[Any]], Any]  # a connection that is open: an idle or a new one
     execute: Callable[[Any, str, Values], list[Any]]  # all rows
-    fill: Callable[[Any, str, list[str], Any], int]  # a table; how many rows they were
-    backup: Callable[[str], None]
+    read: Callable[[Any, str], Any]  # a cursor over the rows of a SELECT
+    fill: Callable[[Any, str, tuple[str, ...], Any], None]  # a table, with these rows
     # Raises Unavailable, or OutcomeUnknown for a write, unless the error is a defect.
     raise_outage: Callable[[BaseException, bool], None]
 
@@ -445,10 +451,6 @@ class Engine:
     def allow(self, connection: Any, seconds: int) -> None:
         """Let its statements take so long."""
 
-    def read(self, connection: Any, table: str) -> Any:
-        """A cursor over all rows of the table."""
-        return connection.execute(f"SELECT * FROM {table}")
-
     def give_up(self, connection: Any, error: BaseException, writes: bool) -> None:
         """Close the connection; raise Unavailable if the error is an outage, no defect."""
         if connection is not None:
@@ -463,8 +465,8 @@ class Engine:
         """
         if not tables:
             return (self.TABLES,)
-        if layout is None or layout > LAYOUT:
-            made = "another program" if layout is None else "a newer release"
+        if layout is None or not 1 <= layout <= LAYOUT:
+            made = "a newer release" if (layout or 0) > LAYOUT else "another program"
             raise Unavailable(f"the database was made by {made}")
         return self.UPGRADES[layout - 1 :]
 
@@ -497,18 +499,18 @@ OUTAGE = re.compile(  # what an operator can mend, or a retry can get past
 # database that exists is opened by SQLite alone, and while one thread creates a file, by
 # process id, no other opens it.
 CREATING: dict[int, threading.Lock] = defaultdict(threading.Lock)
-TRIGGERS = """
-CREATE TRIGGER project_insert AFTER INSERT ON project BEGIN
-    INSERT INTO account (name, revision, created, projects)
-    VALUES (new.account, hex(randomblob(8)), new.seq, 1)
-    ON CONFLICT (name) DO UPDATE SET
-        revision = excluded.revision, created = new.seq, projects = projects + 1; END;
-CREATE TRIGGER project_update AFTER UPDATE ON project BEGIN
-    UPDATE account SET revision = hex(randomblob(8)) WHERE name = new.account; END;
-CREATE TRIGGER project_delete AFTER DELETE ON project BEGIN
-    UPDATE account SET revision = hex(randomblob(8)), projects = projects - 1
-    WHERE name = old.account; END;
-"""
+TRIGGERS = (
+    """CREATE TRIGGER project_insert AFTER INSERT ON project BEGIN
+        INSERT INTO account (name, revision, created, projects)
+        VALUES (new.account, hex(randomblob(8)), new.seq, 1)
+        ON CONFLICT (name) DO UPDATE SET
+            revision = excluded.revision, created = new.seq, projects = projects + 1; END""",
+    """CREATE TRIGGER project_update AFTER UPDATE ON project BEGIN
+        UPDATE account SET revision = hex(randomblob(8)) WHERE name = new.account; END""",
+    """CREATE TRIGGER project_delete AFTER DELETE ON project BEGIN
+        UPDATE account SET revision = hex(randomblob(8)), projects = projects - 1
+        WHERE name = old.account; END""",
+)
 TABLES = f"""
 -- The revision validates an account's lists. It is random, since a counter would
 -- return to earlier values when a backup is restored.
@@ -519,25 +521,23 @@ CREATE TABLE account (
     projects    INTEGER NOT NULL DEFAULT 0          -- Projects now
 ) STRICT;
 {COMMON}
-{TRIGGERS}
+{";".join(TRIGGERS)};
 PRAGMA application_id = {APPLICATION_ID};
 """
-DROP_TRIGGERS = """
-DROP TRIGGER project_insert;
-DROP TRIGGER project_update;
-DROP TRIGGER project_delete;
-"""
+DROP_TRIGGERS = (
+    "DROP TRIGGER project_insert",
+    "DROP TRIGGER project_update",
+    "DROP TRIGGER project_delete",
+)
 LAYOUT_2 = f"""
 ALTER TABLE account ADD COLUMN created INTEGER NOT NULL DEFAULT 0;
-UPDATE account
-SET created = (SELECT coalesce(max(seq), 0) FROM project WHERE account = account.name);
+{COUNT_CREATED};
 {KEYS}
 """
 LAYOUT_3 = f"""
 ALTER TABLE account ADD COLUMN projects INTEGER NOT NULL DEFAULT 0;
 {COUNT_PROJECTS};
-{DROP_TRIGGERS}
-{TRIGGERS}
+{";".join([*DROP_TRIGGERS, *TRIGGERS])};
 """
 
 ETAG = "version || '-' || updated_at"
@@ -567,8 +567,10 @@ class SQLite(Engine):
     )
     SET_LAST_TOKEN = (
         "DELETE FROM sqlite_sequence WHERE name = 'token'",
-        "INSERT INTO sqlite_sequence (name, seq) VALUES ('token', {last})",
+        "INSERT INTO sqlite_sequence (name, seq) VALUES ('token', :last)",
     )
+    STOP_TRIGGERS = DROP_TRIGGERS
+    START_TRIGGERS = TRIGGERS
     GET = f"SELECT {ROW} FROM project WHERE id = :id AND account = :account"
     CREATE = f"""INSERT INTO project
             (id, account, seq, created_at, updated_at, {", ".join(COLUMNS)})
@@ -619,7 +621,7 @@ class SQLite(Engine):
             else:
                 self._uri = f"file:/{secrets.token_hex(8)}?vfs=memdb"
                 # The database lasts as long as one connection to it.
-                self._kept.append(self._connect())
+                self._kept.append(self.connect())
             self._prepare()
         except (OSError, sqlite3.Error) as error:
             self.raise_outage(error, writes=False)
@@ -648,31 +650,12 @@ class SQLite(Engine):
             if connection.patience == self._patience:
                 return connection  # type: ignore[no-any-return]
             connection.close()
-        return self._connect()
+        return self.connect()
 
     def execute(
         self, connection: sqlite3.Connection, sql: str, values: Values
     ) -> list[Any]:
         return connection.execute(sql, values).fetchall()  # only then it commits
-
-    def fill(self, connection: Any, table: str, columns: list[str], rows: Any) -> int:
-        marks = ", ".join("?" * len(columns))
-        sql = f"REPLACE INTO {table} ({', '.join(columns)}) VALUES ({marks})"
-        return int(connection.executemany(sql, rows).rowcount)
-
-    def backup(self, path: str) -> None:
-        """Write it under another name first, so that a kill leaves no half of it."""
-        if os.path.exists(path):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-        partial = f"{path}.{secrets.token_hex(4)}.partial"
-        try:
-            create(partial)
-            with open(partial, "rb") as file:
-                self.run("VACUUM INTO :partial", {"partial": partial})
-                os.fsync(file.fileno())
-            os.link(partial, path)
-        finally:
-            Path(partial).unlink(missing_ok=True)
 
     def raise_outage(self, error: BaseException, writes: bool) -> None:
         if isinstance(error, OSError):
@@ -709,6 +692,8 @@ class SQLite(Engine):
                     raise Unavailable(f"other writers take too long: {self._path}")
                 turn.callback(writer.release)
                 if self._queue:
+                    if not os.path.exists(self._queue):
+                        create(self._queue)
                     turn.enter_context(locked(self._queue, deadline))
                 self._check_file(Unavailable)
                 yield
@@ -736,7 +721,7 @@ class SQLite(Engine):
             return False
         return found.st_ino == file.st_ino and found.st_dev == file.st_dev
 
-    def _connect(self) -> "Connection":
+    def connect(self) -> "Connection":
         connection = sqlite3.connect(
             self._uri,
             uri=True,
@@ -760,7 +745,7 @@ class SQLite(Engine):
 
         Closes its connection, since none may be carried across a server's fork.
         """
-        with closing(self._connect()) as connection:
+        with closing(self.connect()) as connection:
             if self._missing(connection):
                 with self._turn():  # in which another process may have been first
                     connection.execute("PRAGMA journal_mode = WAL")
@@ -795,20 +780,20 @@ class Connection(sqlite3.Connection):
 
 
 def create(path: str) -> None:
-    """Create a file that only its owner can read, unless there is one.
-
-    What root creates, as `flask token` does, belongs to the owner of the folder.
-    """
+    """Create a file that only its owner can read, unless there is one."""
     try:
         file = os.open(path, os.O_CREAT | os.O_EXCL, mode=0o600)
     except FileExistsError:
         return
-    try:
-        if os.geteuid() == 0:
-            folder = os.stat(os.path.dirname(os.path.abspath(path)))
-            os.fchown(file, folder.st_uid, folder.st_gid)
-    finally:
-        os.close(file)
+    os.close(file)
+    give_to_owner(path)
+
+
+def give_to_owner(path: str) -> None:
+    """Give what root creates, as `flask token` may, to the owner of the folder."""
+    if os.geteuid() == 0:
+        folder = os.stat(os.path.dirname(os.path.abspath(path)))
+        os.chown(path, folder.st_uid, folder.st_gid)
 
 
 @contextmanager
@@ -816,11 +801,7 @@ def locked(path: str, deadline: float) -> Iterator[None]:
     """Hold an flock on the file, if it can be had in time. Raises Unavailable."""
     try:
         # Opened anew: an flock belongs to the open file, whoever shares that.
-        try:
-            file = os.open(path, os.O_RDONLY)
-        except FileNotFoundError:
-            create(path)
-            file = os.open(path, os.O_RDONLY)
+        file = os.open(path, os.O_RDONLY)
     except OSError as error:
         raise Unavailable(f"{error.strerror}: {path}") from error
     try:
@@ -838,53 +819,3 @@ def locked(path: str, deadline: float) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_UN)
     finally:
         os.close(file)
-
-
-def copy(source: Engine, target: Engine) -> dict[str, int]:
-    """Fill an empty database with what the other holds at this moment.
-
-    Raises Unavailable if it is not empty, or lacks a column, or has one more.
-    """
-    counts = {}
-    with (
-        source.session(source.BEGIN_READ, LONG) as reader,
-        target.session(target.BEGIN_FILL, LONG) as writer,
-    ):
-        select = "SELECT * FROM {} LIMIT 1"
-        for table in COPIED:
-            ours = reader.execute(select.format(table))
-            theirs = writer.execute(select.format(table))
-            if odd := set(names(ours)) ^ set(names(theirs)):
-                raise Unavailable(f"only one side has {table}.{min(odd)}")
-            if theirs.fetchall():
-                raise Unavailable("the database to fill is not empty")
-        for table in COPIED:
-            with closing(source.read(reader, table)) as rows:
-                counts[table] = target.fill(writer, table, names(rows), rows)
-        [(last,)] = reader.execute(source.LAST_TOKEN).fetchall()
-        for sql in target.SET_LAST_TOKEN:
-            writer.execute(sql.format(last=last))
-    return counts
-
-
-def names(cursor: Any) -> list[str]:
-    return [column[0] for column in cursor.description]
-
-
-@contextmanager
-def scratch(path: str | None = None) -> Iterator["SQLite"]:
-    """A database for a while; a copy of the file at `path`, of the present layout."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = os.path.join(folder, "gardening.db")
-        if path is not None:
-            try:
-                uri = f"{Path(path).absolute().as_uri()}?mode=ro"
-                with (
-                    closing(sqlite3.connect(uri, uri=True)) as original,
-                    closing(sqlite3.connect(file)) as copied,
-                ):
-                    original.backup(copied)
-            except sqlite3.Error as error:
-                raise Unavailable(f"{error}: {path}") from error
-        with closing(SQLite(file)) as engine:
-            yield engine

@@ -3,6 +3,10 @@
 import hashlib
 import json
 import os
+import random
+import re
+import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -13,11 +17,12 @@ from pathlib import Path
 import psycopg
 import pytest
 from conftest import on_sqlite, store_on
-from running import BIN, LIMIT, POINT, ROOT, at_once, fill, run, wait_for
+from running import BIN, LIMIT, POINT, ROOT, at_once, fill, wait_for
 
-import store as module
+import backup as module
 from app import create_app
-from store import KeyReused, KeySpent, Page, Unavailable
+from backup import BadBackup
+from store import COLUMNS_OF, KeyReused, KeySpent, Page, Unavailable
 
 PAGES = [None, Page(0, 2), Page(1, 20)]
 TEXTS = [
@@ -33,6 +38,14 @@ TEXTS = [
     json.dumps({"name": "é"}),
 ]
 LINE = {"type": "Point", "coordinates": [-122.4410896675, 5e-324]}
+
+
+def backup(store, file):
+    module.backup(store.engine, file)
+
+
+def restore(store, file):
+    module.restore(store.engine, file)
 
 
 def digest(text):
@@ -90,7 +103,7 @@ def open_target(target):
 def flask(database, *arguments, status=0):
     """What the command prints, errors included."""
     app = create_app({"DATABASE": database})
-    with closing(app.extensions["store"]), app.app_context():
+    with closing(app.extensions["store"]):
         ended = app.test_cli_runner().invoke(args=arguments)
     assert ended.exit_code == status, ended.output
     return ended.output
@@ -136,9 +149,9 @@ def test_seq_of_a_deleted_project_is_not_given_again(
 ):
     store.create_project("ann", {})
     store.delete_project("ann", store.create_project("ann", {}).id)
-    store.backup(file)
+    backup(store, file)
     restored = open_target()
-    restored.restore(file)
+    restore(restored, file)
     for each in store, restored:
         each.create_project("ann", {})
         assert each.list_projects("ann", (), Page(0, 1)).next == 1
@@ -154,21 +167,21 @@ def test_backup_is_private_and_replaces_nothing(store, database, file):
     assert Path(file).read_bytes() == before
     missing = "/no/such/folder/x.db"
     told = flask(database, "backup", missing, status=1)
-    assert told.startswith(f"Error: No such file or directory: {missing}.")
+    assert told == f"Error: No such file or directory: {missing}\n"
 
 
 def test_backup_replaces_no_link_that_leads_nowhere(store, file):
     os.symlink("nowhere", file)
     with pytest.raises(FileExistsError):
-        store.backup(file)
+        backup(store, file)
     assert os.readlink(file) == "nowhere"
     assert not os.path.exists(f"{file}.partial")
 
 
 def test_first_token_after_a_restore_without_one_has_the_id_1(store, file, open_target):
-    store.backup(file)
+    backup(store, file)
     restored = open_target()
-    restored.restore(file)
+    restore(restored, file)
     assert restored.add_token("ann", digest("one")) == 1
 
 
@@ -177,13 +190,14 @@ def test_full_disk_leaves_no_half_backup(source, database, mount, tmp_path):
     mount(disk, "64k")
     fill(disk)
     told = flask(database, "backup", str(disk / "backup.db"), status=1)
-    assert told.startswith("Error: ") and told.count("\n") == 1
+    assert told.startswith("Error: ") and told.endswith(f"{disk}/backup.db\n")
+    assert told.count("\n") == 1
     assert os.listdir(disk) == ["filler"]
 
 
 def test_backup_is_whole_and_leaves_nothing_else(source, file):
     before = set(os.listdir(os.path.dirname(file)))
-    source.backup(file)
+    backup(source, file)
     assert set(os.listdir(os.path.dirname(file))) - before == {os.path.basename(file)}
     with closing(sqlite3.connect(file)) as copy:
         assert copy.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
@@ -201,7 +215,7 @@ def test_backup_is_the_state_of_one_moment(store, file, tmp_path):
     writer.start()
     try:
         for number in range(5):
-            store.backup(f"{file}{number}")
+            backup(store, f"{file}{number}")
     finally:
         ended.set()
         writer.join(LIMIT)
@@ -215,7 +229,7 @@ def test_backup_is_the_state_of_one_moment(store, file, tmp_path):
 
 
 def test_one_of_many_backups_to_one_file_is_made(source, file):
-    results = at_once(lambda _: source.backup(file), 4, errors=FileExistsError)
+    results = at_once(lambda _: backup(source, file), 4, errors=FileExistsError)
     assert sum(isinstance(each, FileExistsError) for each in results) == 3
     with closing(sqlite3.connect(file)) as copy:
         assert copy.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
@@ -225,7 +239,7 @@ def test_one_of_many_backups_to_one_file_is_made(source, file):
 def test_database_that_holds_something_is_left_alone(
     source, database, file, open_target, what
 ):
-    source.backup(file)
+    backup(source, file)
     taken = open_target()
     if what == "token":
         taken.add_token("eve", digest("eve's"))
@@ -235,14 +249,14 @@ def test_database_that_holds_something_is_left_alone(
             taken.delete_project("eve", id)
     before = everything(taken)
     with pytest.raises(Unavailable, match="^the database to fill is not empty$"):
-        taken.restore(file)
+        restore(taken, file)
     assert everything(taken) == before
 
 
 def test_restore_does_not_wait_for_a_service_that_uses_the_database(
     source, file, target, open_target
 ):
-    source.backup(file)
+    backup(source, file)
     empty = open_target()
     empty.list_tokens()
     with ExitStack() as stack:
@@ -254,128 +268,257 @@ def test_restore_does_not_wait_for_a_service_that_uses_the_database(
             other = stack.enter_context(closing(sqlite3.connect(target)))
             other.execute("BEGIN IMMEDIATE")
         with pytest.raises(Unavailable, match="lock"):
-            empty.restore(file)
+            restore(empty, file)
         other.rollback()
     assert empty.list_accounts() == []
-    empty.restore(file)
+    restore(empty, file)
     assert everything(empty) == everything(source)
-
-
-@pytest.mark.parametrize("side", ["more", "less"])
-def test_column_that_one_side_lacks_is_refused(source, file, target, open_target, side):
-    source.backup(file)
-    restored = open_target()
-    restored.list_tokens()
-    change = "ALTER TABLE token ADD COLUMN notes TEXT"
-    if side == "more":
-        with closing(sqlite3.connect(file)) as copy:
-            copy.execute(change)
-    elif target.startswith("postgresql://"):
-        with psycopg.connect(target) as other:
-            other.execute(change)
-    else:
-        with closing(sqlite3.connect(target)) as other:
-            other.execute(change)
-    with pytest.raises(Unavailable, match="^only one side has token.notes$"):
-        restored.restore(file)
-    assert restored.list_accounts() == []
-
-
-def test_failure_in_the_middle_leaves_the_database_empty(
-    source, file, target, open_target
-):
-    source.backup(file)
-    with closing(sqlite3.connect(file)) as copy, copy:
-        copy.execute("DROP TABLE part")
-        copy.execute("CREATE TABLE part (id TEXT, project TEXT, kind TEXT)")
-        copy.execute("INSERT INTO part VALUES ('z', 'no such Project', 'zone')")
-    empty = open_target()
-    with pytest.raises(Exception, match="(?i)foreign key"):
-        empty.restore(file)
-    assert everything(empty)[1:] == ([], [])
 
 
 RESTORE = """
 import sys
-from store import SQLite, Store
+import backup
+from store import SQLite
 from postgres import PostgreSQL
-engine = PostgreSQL if "://" in sys.argv[1] else SQLite
-engine.fill = lambda *_: print("filling", flush=True) or sys.stdin.read()
-Store(engine(sys.argv[1])).restore(sys.argv[2])
+engine = (PostgreSQL if "://" in sys.argv[1] else SQLite)(sys.argv[1])
+def wait():
+    print("filled", flush=True)
+    yield sys.stdin.read()
+engine.START_TRIGGERS = wait()
+backup.restore(engine, sys.argv[2])
 """
 
 
 def test_kill_in_the_middle_leaves_the_database_empty(
     source, file, target, open_target
 ):
-    source.backup(file)
+    backup(source, file)
     script = [sys.executable, "-c", RESTORE, target, file]
     pipe = subprocess.PIPE
     with subprocess.Popen(script, cwd=ROOT, stdin=pipe, stdout=pipe) as process:
-        assert process.stdout.readline() == b"filling\n"
+        assert process.stdout.readline() == b"filled\n"
         process.kill()
     empty = open_target()
 
     def restored():
         with suppress(Unavailable):  # until the server knows that the process is gone
-            return empty.restore(file)
+            restore(empty, file)
+            return True
 
-    assert wait_for(restored)["project"] == 19
+    wait_for(restored)
+    assert sum(account.projects for account in empty.list_accounts()) == 19
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (None, "unable to open database file"),
-        (b"This is no database. " * 100, "file is not a database"),
-    ],
-)
+CONTENTS = {
+    "missing": (None, "the file cannot be opened"),
+    "empty": (b"", "this is no backup of the service"),
+    "text": (b"This is no database. " * 100, "file is not a database"),
+}
+
+
+@pytest.mark.parametrize(("content", "reason"), CONTENTS.values(), ids=CONTENTS)
 @on_sqlite
 def test_file_that_is_no_backup_is_refused(store, database, file, content, reason):
-    if content:
+    if content is not None:
         Path(file).write_bytes(content)
     told = flask(database, "restore", file, status=1)
-    assert told == f"Error: {reason}: {file}\n"
-    assert os.path.exists(file) == bool(content)
+    assert re.fullmatch(f"Error: {reason}: {file}\n", told)
+    assert os.path.exists(file) == (content is not None)
 
 
-@on_sqlite
-def test_file_of_another_program_is_refused(store, database, file):
-    with closing(sqlite3.connect(file)) as other:
-        other.execute("CREATE TABLE t (x)")
+# What may be wrong with a backup, and what the refusal says.
+FAULTS = {
+    "another program's": ("PRAGMA application_id = 1", "this is no backup"),
+    "layout 0": ("PRAGMA user_version = 0", "this is no backup"),
+    "layout -1": ("PRAGMA user_version = -1", "this is no backup"),
+    "newer": ("PRAGMA user_version = 99", "a newer release made this backup"),
+    "missing table": ("DROP TABLE part", "part has other columns than id, project"),
+    "view": (
+        "DROP TABLE part; CREATE VIEW part AS SELECT 'p' id, 'x' project, 'y' kind",
+        "part has other columns than id",
+    ),
+    "more columns": (
+        "ALTER TABLE token ADD COLUMN notes TEXT",
+        "token has other columns than id, account, digest",
+    ),
+    "fewer columns": ("ALTER TABLE token DROP COLUMN expires_at", "token has other"),
+    "computed column": (
+        """ALTER TABLE token DROP COLUMN expires_at;
+        ALTER TABLE token ADD COLUMN expires_at INTEGER AS (id)""",
+        "token has other columns",
+    ),
+    "type": (
+        "LOOSE token; UPDATE token SET created_at = 'soon'",
+        "cannot store TEXT value in INTEGER column token.created_at",
+    ),
+    "null": (
+        "LOOSE token; UPDATE token SET account = NULL",
+        "NOT NULL constraint failed: token.account",
+    ),
+    "equal tokens": (
+        "LOOSE token; UPDATE token SET digest = x'01'",
+        "UNIQUE constraint failed: token.digest",
+    ),
+    "equal keys": (
+        "LOOSE idempotency_key; INSERT INTO idempotency_key SELECT * FROM idempotency_key",
+        "UNIQUE constraint failed: idempotency_key.account, idempotency_key.key",
+    ),
+    "orphan": (
+        "LOOSE part; UPDATE part SET project = 'no such'",
+        "FOREIGN KEY constraint failed",
+    ),
+    "bytes": (
+        "UPDATE project SET name = CAST(x'61ff' AS TEXT)",
+        "project holds text that is not UTF-8",
+    ),
+    "location": (
+        "UPDATE project SET location = '[1' WHERE seq = 1",
+        r"the location of a Project is not JSON \('[0-9a-f]{24}'\)",
+    ),
+    "count": (
+        "UPDATE account SET projects = 0 WHERE name = 'ann'",
+        r"an account does not count its Projects \('ann'\)",
+    ),
+    "counter": (
+        "UPDATE account SET created = 0 WHERE name = 'ann'",
+        r"an account does not count its Projects \('ann'\)",
+    ),
+    "no account": (
+        "DELETE FROM account WHERE name = 'ann'",
+        r"an account does not count its Projects \('ann'\)",
+    ),
+    "sequence": (
+        "UPDATE sqlite_sequence SET seq = '1; DROP TABLE token'",
+        "the last ID of a token is no integer",
+    ),
+}
+
+
+def spoil(file, script):
+    """Change a backup; `LOOSE table` first puts one without any rule in its place."""
+    with closing(sqlite3.connect(file)) as copy:
+        for table in re.findall(r"LOOSE (\w+);", script):
+            copy.execute(f"CREATE TABLE loose AS SELECT * FROM {table}")
+            copy.execute(f"DROP TABLE {table}")
+            copy.execute(f"ALTER TABLE loose RENAME TO {table}")
+        copy.executescript(re.sub(r"LOOSE \w+;", "", script))
+
+
+@pytest.mark.parametrize(("script", "reason"), FAULTS.values(), ids=FAULTS)
+def test_bad_backup_is_refused_in_one_line(
+    filled, target, open_target, tmp_path, script, reason
+):
+    file = shutil.copy(filled, tmp_path)
+    spoil(file, script)
     before = Path(file).read_bytes()
-    told = flask(database, "restore", file, status=1)
-    assert told == "Error: the database was made by another program\n"
+    told = flask(target, "restore", file, status=1)
+    assert re.fullmatch(f"Error: {reason}[^\n]*: {file}\n", told)
+    assert everything(open_target())[1:] == ([], [])
     assert Path(file).read_bytes() == before
 
 
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory):
+    """A backup with something in each table."""
+    folder = tmp_path_factory.mktemp("filled")
+    with closing(store_on(str(folder / "gardening.db"))) as store:
+        id = store.create_project("ann", {"name": "Park", "location": POINT}, "key").id
+        for _ in range(60):
+            store.create_project("bob", {"name": "x" * 500, "location": POINT})
+        for name in ("one", "two"):
+            store.add_token("ann", digest(name))
+        with closing(sqlite3.connect(folder / "gardening.db")) as raw, raw:
+            raw.execute("INSERT INTO part VALUES ('z', ?, 'zone')", [id])
+        backup(store, str(folder / "backup.db"))
+    return str(folder / "backup.db")
+
+
+def test_damaged_backup_is_refused_or_can_be_read(filled, tmp_path):
+    """What has changed within a text cannot be noticed, and does no harm."""
+    good = Path(filled).read_bytes()
+    choose = random.Random(1).randrange
+    refused = 0
+    for number in range(40):
+        file = tmp_path / f"{number}.db"
+        start, length = choose(len(good)), choose(1, 200)
+        damage = bytes(choose(256) for _ in range(length))
+        file.write_bytes((good[:start] + damage + good[start + length :])[: len(good)])
+        with closing(store_on(str(tmp_path / f"{number}-restored.db"))) as store:
+            try:
+                restore(store, str(file))
+            except BadBackup as error:
+                refused += 1
+                assert "\n" not in str(error)
+                assert store.list_accounts() == []
+            for account in store.list_accounts():
+                projects = json.loads(store.list_projects(account.name, ()).document)
+                assert len(projects) == account.projects
+    assert 10 < refused < 40
+
+
+@on_sqlite
+def test_restored_numbers_are_those_of_the_lists(store, database, file, tmp_path):
+    store.add_token("eve", digest("one"))
+    store.delete_project("bob", store.create_project("bob", {}).id)
+    backup(store, file)
+    told = flask(str(tmp_path / "new.db"), "restore", file)
+    assert told == "Restored 2 accounts, 0 Projects and 1 tokens.\n"
+
+
 def test_backup_of_an_older_release_is_brought_up_to_date(source, file, open_target):
-    source.backup(file)
+    backup(source, file)
     with closing(sqlite3.connect(file)) as copy, copy:
         copy.executescript("""
+            DROP TRIGGER project_insert;
+            DROP TRIGGER project_delete;
             DROP TABLE idempotency_key;
             ALTER TABLE account DROP COLUMN created;
+            ALTER TABLE account DROP COLUMN projects;
             PRAGMA user_version = 1;
         """)
     before = Path(file).read_bytes()
     restored = open_target()
-    restored.restore(file)
+    restore(restored, file)
     assert restored.list_tokens() == source.list_tokens()
     assert Path(file).read_bytes() == before
 
 
 @on_sqlite  # PostgreSQL never held it
-def test_u0000_of_an_older_release_becomes_u_fffd_on_postgresql(store, file, target):
+def test_u0000_of_an_older_release_is_refused_by_postgresql(store, file, target):
     id = store.create_project("ann", {}).id
-    store.backup(file)
+    backup(store, file)
     with closing(sqlite3.connect(file)) as copy, copy:
         copy.execute("UPDATE project SET name = ?", ["a\0b\0"])
-    environment = os.environ | {"FLASK_DATABASE": target}
-    told = run(BIN / "flask", "restore", file, environment=environment).stderr
     if target.startswith("postgresql://"):
-        assert f"Project {id}: U+0000 is now U+FFFD\n" in told
+        told = flask(target, "restore", file, status=1)
+        reason = "U+0000, which PostgreSQL cannot hold, is in the project"
+        assert told == f"Error: {reason} '{id}': {file}\n"
     else:
-        assert "U+" not in told
+        flask(target, "restore", file)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_interrupted_backup_leaves_nothing_for_long(store, database, tmp_path, number):
+    """Nothing at all, or what the next backup removes, whatever its name."""
+    for _ in range(40):
+        store.create_project("ann", {"name": "x" * 1000})
+    folder = tmp_path / "backups"
+    folder.mkdir()
+    command = ["strace", "-f", "-qq", "-o", os.devnull, "-e"]
+    command += ["inject=fsync:delay_enter=20000000"]  # microseconds
+    command += [BIN / "flask", "backup", str(folder / "one.db")]
+    environment = os.environ | {"FLASK_DATABASE": database}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL, process_group=0
+    ) as process:
+        wait_for(lambda: list(folder.glob("*/backup.db")))
+        os.killpg(process.pid, number)
+    if number == signal.SIGKILL:
+        assert list(folder.iterdir())
+        flask(database, "backup", str(folder / "two.db"))
+        assert [path.name for path in folder.iterdir()] == ["two.db"]
+    else:
+        assert list(folder.iterdir()) == []
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
@@ -395,11 +538,11 @@ def test_what_root_creates_belongs_to_the_owner_of_the_folder(tmp_path):
 
 
 def test_tables_are_copied_whole(raw, open_store):
-    """A table that is missing from COPIED would be lost in silence."""
+    """A table that is missing from COLUMNS_OF would be lost in silence."""
     open_store()
     if isinstance(raw, sqlite3.Connection):
         select = "SELECT name FROM sqlite_schema WHERE type = 'table'"
     else:
         select = "SELECT tablename FROM pg_tables WHERE schemaname = 'public'"
     tables = {name for (name,) in raw.execute(select)} - {"sqlite_sequence"}
-    assert tables == set(module.COPIED)
+    assert tables == set(COLUMNS_OF)

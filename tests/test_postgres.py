@@ -530,7 +530,7 @@ def test_each_connection_has_the_limit_of_a_request(database, open_store):
     store.create_project("ann", {})
     assert store.delete_account("ann")
     select = "SELECT current_setting('statement_timeout') FROM pg_sleep(0.5)"
-    limits = at_once(lambda _: store._engine.run(select, {}), 3)
+    limits = at_once(lambda _: store.engine.run(select, {}), 3)
     assert limits == [[("4s",)]] * 3
     assert len(backends(database)) == 3
 

@@ -796,7 +796,7 @@ def test_writer_waits_for_a_short_foreign_lock(store, park, lock, raw):
 @on_sqlite
 def test_each_connection_syncs_its_commits_and_checks_references(store):
     for pragma, value in [("synchronous", 2), ("foreign_keys", 1)]:
-        assert store._engine.run(f"PRAGMA {pragma}", {}) == [(value,)]
+        assert store.engine.run(f"PRAGMA {pragma}", {}) == [(value,)]
 
 
 FORK_IN_A_TURN = """
