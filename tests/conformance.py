@@ -67,7 +67,9 @@ def check_response(method, path, status, headers, content):
     if method != "HEAD" and "content" in response:
         [(media_type, media)] = response["content"].items()
         assert headers["Content-Type"] == media_type
-        check_body(json.loads(content), media["schema"])
+        body = json.loads(content)
+        check_body(body, media["schema"])
+        assert "problem" not in media_type or body["status"] == status
     else:
         assert not content
     if status in (204, 304):

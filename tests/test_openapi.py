@@ -1,6 +1,8 @@
 """openapi.json says what the service does: no more, no less, and nothing else."""
 
+import json
 import os
+import re
 import shutil
 import subprocess
 from urllib.parse import urljoin
@@ -113,6 +115,71 @@ def test_protected_routes_are_described_as_such():
     assert open_paths == {"/api/v1/hello-service", "/openapi.json"}
 
 
+@pytest.mark.parametrize(
+    "errors",
+    [
+        ["Wrong."],
+        {"name": "Wrong."},
+        {"name": [1]},
+        {"location": {"coordinates": "Wrong."}},
+        {"location": {"coordinates": {"0": {"x": ["Wrong."]}}}},
+    ],
+)
+def test_errors_are_lists_of_messages_nested_like_the_body(errors):
+    pytest.importorskip("jsonschema_rs")
+    described = validator({"$ref": "#/components/schemas/InvalidProblem"})
+    example = API["components"]["responses"]["Invalid"]["content"][
+        "application/problem+json"
+    ]["example"]
+    nested = {"name": ["Wrong."], "location": {"coordinates": {"0": ["Wrong."]}}}
+    described.validate(example | {"errors": nested})
+    assert not described.is_valid(example | {"errors": errors})
+
+
+def test_examples_of_the_proxys_errors_are_what_it_answers():
+    config = (ROOT / "deploy/nginx.conf").read_text()
+    for name in ("TooManyRequests", "BadGateway", "GatewayTimeout"):
+        content = API["components"]["responses"][name]["content"]
+        example = dict(content["application/problem+json"]["example"])
+        status = example["status"]
+        [members] = re.findall(rf"(?m)^    {status}  '(\".*\")';$", config)
+        assert example == {
+            "type": "about:blank",
+            "status": status,
+            **json.loads(f"{{{members}}}"),
+        }
+
+
+def test_generators_see_no_schema_that_they_choke_on():
+    """Shown by compiling what they make of it in Go, Java, Python and TypeScript."""
+    parameters = [p["schema"] for p in API["components"]["parameters"].values()]
+    seen = walk([API["components"]["schemas"], parameters], passing_over={"then"})
+    for schema in (schema for schema in seen if "type" in schema):
+        # Go makes 32 bits of a number without a format, Java of an integer.
+        if schema["type"] == "number":
+            assert schema["format"] == "double"
+        if schema["type"] == "integer":
+            assert schema.get("format") == "int64" or schema["maximum"] < 2**31
+        # Java has no TRUE("true"), and a status may come from a proxy.
+        assert schema["type"] == "string" or not {"const", "enum"} & set(schema)
+        # Each of these becomes a type of its own, which is none in some languages.
+        assert "prefixItems" not in schema
+        assert not {"anyOf", "oneOf"} & set(schema.get("items", {}))
+
+
+def test_no_schema_refers_to_itself():
+    """openapi-python-client drops what does, with all that refers to it."""
+
+    def follow(name, above=()):
+        assert name not in above
+        for item in walk(API["components"]["schemas"][name]):
+            if "$ref" in item:
+                follow(item["$ref"].rpartition("/")[2], (*above, name))
+
+    for name in API["components"]["schemas"]:
+        follow(name)
+
+
 def test_calls_go_to_where_the_description_came_from():
     [server] = API["servers"]
     base = "https://example.org/garden/"
@@ -186,12 +253,14 @@ def check_examples(item):
     return len(examples)
 
 
-def walk(item):
+def walk(item, passing_over=()):
+    """Each object in it, but none below these members."""
     if isinstance(item, dict):
         yield item
-    for child in item.values() if isinstance(item, dict) else item:
+        item = [item[name] for name in item if name not in passing_over]
+    for child in item:
         if isinstance(child, (dict, list)):
-            yield from walk(child)
+            yield from walk(child, passing_over)
 
 
 def test_schemathesis_finds_nothing(gardening, tmp_path, cache):
