@@ -20,6 +20,7 @@ import schemas
 # bloat the generated clients.
 GREETED = {"get", "put"}
 VALUES = [None, True, 0, 1, -1, 1.5, "", "x", "1", [], ["x"], {}, {"x": 1}, 10**400]
+TEXTS = ["a\0b", *["𝄞" * length for length in (100, 101, 1000, 1001)]]
 COORDINATES = [
     -180,
     180,
@@ -115,6 +116,15 @@ def test_protected_routes_are_described_as_such():
     assert open_paths == {"/api/v1/hello-service", "/openapi.json"}
 
 
+def test_response_may_hold_text_that_a_request_may_not():
+    """An older release took names of any length."""
+    pytest.importorskip("jsonschema_rs")
+    created = API["paths"][PROJECTS]["post"]["responses"]["201"]["content"]
+    project = created["application/json"]
+    longer = {"name": "x" * 1001, "postal_code": "x" * 101}
+    validator(project["schema"]).validate(project["example"] | longer)
+
+
 @pytest.mark.parametrize(
     "errors",
     [
@@ -207,7 +217,7 @@ def test_described_members_are_those_of_the_schemas():
 def test_description_and_schema_accept_the_same(member):
     pytest.importorskip("jsonschema_rs")
     described = validator({"$ref": "#/components/schemas/ProjectInput"})
-    values = [*VALUES, *LOCATIONS, "a\0b"]
+    values = [*VALUES, *LOCATIONS, *TEXTS]
     accepted = [loads(schemas.PROJECT, {member: value}) for value in values]
     assert [described.is_valid({member: value}) for value in values] == accepted
     assert any(accepted) == (member != "unknown")
