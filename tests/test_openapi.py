@@ -113,7 +113,7 @@ def test_protected_routes_are_described_as_such():
         if isinstance(operation, dict) and operation.get("security") == []
     }
     assert API["security"] == [{"token": []}]
-    assert open_paths == {"/api/v1/hello-service", "/openapi.json"}
+    assert open_paths == {"/api/v1/hello-service", "/health", "/openapi.json"}
 
 
 def test_response_may_hold_text_that_a_request_may_not():
