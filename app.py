@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NoReturn
 from urllib.parse import parse_qsl
@@ -65,6 +66,10 @@ def open_store(app: Flask) -> store.Store:
     database = str(app.config["DATABASE"])
     if "://" not in database:
         return store.Store(store.SQLite(database))
+    scheme = database.partition("://")[0]
+    if scheme not in ("postgresql", "postgres"):
+        known = "a path of a file, or a URL that starts with postgresql://"
+        raise store.Unavailable(f"FLASK_DATABASE is {known}, not with {scheme}://")
     try:
         from postgres import PostgreSQL
     except ImportError as error:
@@ -112,6 +117,15 @@ def protect_page(response: Response) -> Response:
             digest = base64.b64encode(hashlib.sha256(script).digest()).decode()
             policy += f"; script-src 'self' 'sha256-{digest}'"
         response.headers["Content-Security-Policy"] = policy
+    return response
+
+
+@api.get("/health")
+def get_health() -> Response:
+    """Say whether the database can be read now."""
+    current_store().check()
+    response = Response('{"status":"ok"}', mimetype="application/json")
+    response.cache_control.no_store = True
     return response
 
 
@@ -191,8 +205,8 @@ def read_page() -> store.Page | None:
     # request.args raises ValueError for bytes that are not UTF-8.
     query = request.query_string.decode(errors="replace")
     given = parse_qsl(query, keep_blank_values=True)
-    names = [name for name, _ in given]
-    if twice := {name for name in names if names.count(name) > 1}:
+    counts = Counter(name for name, _ in given)
+    if twice := [name for name, count in counts.items() if count > 1]:
         raise ValidationError({name: ["Given more than once."] for name in twice})
     return store.Page(**schemas.PAGE.load(dict(given))) if given else None
 
@@ -237,8 +251,7 @@ def reject_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """I-JSON (RFC 7493 2.3): to take the last one would lose the first in silence."""
     members = dict(pairs)
     if len(members) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
         raise http.BadRequest(f"The body gives the member {json.dumps(twice)} twice.")
     return members
 

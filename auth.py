@@ -52,12 +52,13 @@ def token_required(view: View) -> View:
         if scheme.lower() != "bearer" or not token.strip():
             raise unauthorized("Send the header Authorization: Bearer <ACCESS_TOKEN>.")
         store: Store = current_app.extensions["store"]
-        account = store.find_account(digest(token.strip()))
-        if account is None:
+        caller = store.find_caller(digest(token.strip()))
+        if caller is None:
             detail = "The token is unknown, expired or revoked: use another one."
             raise unauthorized(detail, ', error="invalid_token"')
-        request.environ["REMOTE_USER"] = account  # for the access log (RFC 3875 4.1.11)
-        return view(account, **arguments)
+        # For the access log (RFC 3875 4.1.11), which gunicorn.conf.py writes.
+        request.environ["REMOTE_USER"] = f"{caller.account}/{caller.token}"
+        return view(caller.account, **arguments)
 
     return guarded
 

@@ -70,6 +70,7 @@ def create_token(account: str, days: int | None) -> None:
     except OSError:
         store.revoke_token(id)
         raise
+    click.echo(f"The token's ID is {id}.", err=True)
     if is_new:
         click.echo(f"{account} is a new account.", err=True)
 

@@ -81,15 +81,15 @@ def create_app(lifeline: int) -> Callable[..., Iterable[bytes]]:
     app = create_app()
     folder = os.path.dirname(app.config["DATABASE"])
     store = app.extensions["store"]
-    find_account = store.find_account
+    find_caller = store.find_caller
 
     def fail_or_find(digest: bytes) -> Any:
         failure = request.environ.get(FAILURE)
         if failure in RAISED:
             raise RAISED[failure](PLANNED)
-        return None if failure == "401" else find_account(digest)
+        return None if failure == "401" else find_caller(digest)
 
-    store.find_account = fail_or_find  # the first thing that a call with a token needs
+    store.find_caller = fail_or_find  # the first thing that a call with a token needs
 
     def serve(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         token = environ.get("HTTP_AUTHORIZATION", "").partition(" ")[2].strip()

@@ -47,7 +47,14 @@ class Digits(fields.Integer):
 storable_text = validate.Regexp(
     "[^\0\ud800-\udfff]*$", error="U+0000 and lone surrogates cannot be stored."
 )
-Text = partial(fields.String, allow_none=True, validate=storable_text)
+
+
+def text(max_length: int) -> fields.String:
+    """Text, which may be null, of so many code points."""
+    limit = validate.Length(max=max_length)
+    return fields.String(allow_none=True, validate=[limit, storable_text])
+
+
 Longitude = partial(Degrees, validate=validate.Range(-180, 180))
 Latitude = partial(Degrees, validate=validate.Range(-90, 90))
 
@@ -67,11 +74,11 @@ class ProjectSchema(Schema):
     error_messages = NOT_AN_OBJECT
 
     id = OutputOnly()
-    name = Text()
+    name = text(1000)
     created_at = OutputOnly()
     updated_at = OutputOnly()
     version = OutputOnly()
-    postal_code = Text()
+    postal_code = text(100)
     location = fields.Nested(PointSchema, allow_none=True)
 
 

@@ -73,6 +73,11 @@ class Account(NamedTuple):
     changed_at: int | None  # epoch milliseconds of the last change that is still there
 
 
+class Caller(NamedTuple):
+    account: str
+    token: int  # its id
+
+
 class Token(NamedTuple):
     id: int
     created_at: int  # epoch milliseconds
@@ -131,13 +136,12 @@ class Store:
         values = {"account": account, "id": id, "now": self._now(), **columns}
         if key is None:
             return Project(*self.engine.write(self.engine.CREATE, values)[0])
-        text = json.dumps(columns)  # in the order of COLUMNS, whatever the caller's is
-        digest = hashlib.sha256(text.encode()).digest()
+        digest = digest_of(columns)
         claim = {"account": account, "key": key, "digest": digest, "project": id}
         with self.engine.transaction() as execute:
-            if execute(CLAIM, claim):
+            [(made, claimed)] = execute(CLAIM, claim)
+            if made == id:
                 return Project(*execute(self.engine.CREATE, values)[0])
-            [(made, claimed)] = execute(CLAIMED, claim)
         try:
             project = self.get_project(account, made)
         except NotFound:
@@ -215,12 +219,12 @@ class Store:
         [(id,)] = self.engine.write(sql, values)
         return int(id)
 
-    def find_account(self, digest: bytes) -> str | None:
-        """The account that a token acts for; None if it is unknown or has expired."""
-        sql = """SELECT account FROM token
+    def find_caller(self, digest: bytes) -> Caller | None:
+        """Who calls with this token; None if it is unknown or has expired."""
+        sql = """SELECT account, id FROM token
             WHERE digest = :digest AND (expires_at IS NULL OR expires_at > :now)"""
         rows = self.engine.run(sql, {"digest": digest, "now": self._now()})
-        return rows[0][0] if rows else None
+        return Caller(*rows[0]) if rows else None
 
     def list_tokens(self) -> list[Token]:
         """Every token, in the order of the ids."""
@@ -291,6 +295,20 @@ def as_columns(members: Members) -> Values:
     return {name: COLUMNS[name](value) for name, value in members.items()}
 
 
+def digest_of(columns: Values) -> bytes:
+    """The SHA-256 digest by which members sent with the same key are compared.
+
+    It is the same in every release: of the members that came after 1.2.0, those that are
+    null are left out.
+    """
+    compared = {
+        name: value
+        for name, value in columns.items()
+        if name in MEMBERS_OF_1_2 or value is not None
+    }
+    return hashlib.sha256(json.dumps(compared).encode()).digest()
+
+
 def as_text(value: Any) -> Any:
     return value
 
@@ -302,13 +320,13 @@ def as_json(value: Any) -> Any:
 
 # The members that a caller sets, each with what turns its value into that of its column.
 COLUMNS = {"name": as_text, "postal_code": as_text, "location": as_json}
+MEMBERS_OF_1_2 = ("name", "postal_code", "location")
 LIST_ETAG = """(SELECT coalesce(
     (SELECT revision FROM account WHERE name = :account), '') || :query AS etag) AS list"""
 CLAIM = """INSERT INTO idempotency_key (account, key, digest, project)
     VALUES (:account, :key, :digest, :project)
-    ON CONFLICT (account, key) DO NOTHING RETURNING project"""
-CLAIMED = """SELECT project, digest FROM idempotency_key
-    WHERE account = :account AND key = :key"""
+    ON CONFLICT (account, key) DO UPDATE SET digest = idempotency_key.digest
+    RETURNING project, digest"""
 ACCOUNTS = """SELECT known.name, coalesce(projects, 0), coalesce(tokens, 0), changed_at
     FROM (SELECT name FROM account UNION SELECT account FROM token) AS known
     LEFT JOIN account ON account.name = known.name
@@ -644,7 +662,7 @@ class SQLite(Engine):
             yield stack.enter_context(super().session(begin, seconds))
 
     def take(self, idle: list[Any]) -> "Connection":
-        if time.monotonic() - self._looked_at > LOOK_INTERVAL:
+        if not idle or time.monotonic() - self._looked_at > LOOK_INTERVAL:
             self._check_file(Unavailable)
         while connection := pop(idle):
             if connection.patience == self._patience:

@@ -2,8 +2,10 @@
 
 import io
 import json
+import os
 import re
 import sys
+import time
 from itertools import chain
 
 import pytest
@@ -521,7 +523,7 @@ def test_query_that_is_not_utf_8_is_refused(client, query, member):
 @on_sqlite
 def test_body_over_64_kib_is_refused(client, url):
     def send(size):
-        body = json.dumps({"name": ""})
+        body = json.dumps({"id": ""})  # is ignored, however long
         body = body.replace('""', f'"{"x" * (size - len(body))}"')
         return client.put(url, data=body, content_type="application/json").status_code
 
@@ -713,6 +715,27 @@ def test_postgresql_without_its_driver_is_one_line_of_error(monkeypatch):
 
 
 @on_sqlite
+def test_body_and_query_of_many_members_cost_little(client):
+    """A member ten times as often takes ten times as long, and not a hundred."""
+
+    def seconds(count):
+        body = ",".join(f'"a{n}":0' for n in range(count)).join("{}")
+        started = time.perf_counter()
+        answer = client.post(PROJECTS, data=body, content_type="application/json")
+        middle = time.perf_counter()
+        query = "&".join(f"a{n}" for n in range(count))
+        assert client.get(f"{PROJECTS}?{query}&a1=1").status_code == 422
+        assert answer.status_code == 422
+        return middle - started, time.perf_counter() - middle
+
+    few, many = (
+        [*zip(*(seconds(n) for _ in range(3)), strict=True)] for n in (500, 5000)
+    )
+    for each, other in zip(few, many, strict=True):
+        assert min(other) < 40 * min(each)
+
+
+@on_sqlite
 def test_page_that_is_given_twice_is_refused(client):
     response = client.get(f"{PROJECTS}?page=0&page=1&size=1")
     assert (response.status_code, list(response.json["errors"])) == (422, ["page"])
@@ -725,3 +748,28 @@ def test_impossible_date_is_no_crash_of_the_page(app, name):
     page = FlaskClient(app, app.response_class)
     with page.get("/docs/swagger-ui.css", headers=headers) as response:
         assert response.status_code == (206 if name == "If-Modified-Since" else 200)
+
+
+def test_health_is_told_without_a_token(app):
+    client = app.test_client()
+    for method in ("GET", "HEAD"):
+        answer = client.open("/health", method=method)
+        assert answer.status_code == 200
+        assert answer.headers["Cache-Control"] == "no-store"
+    assert client.get("/health").json == {"status": "ok"}
+
+
+@on_sqlite
+def test_lost_database_is_no_health(app, path):
+    client = app.test_client()
+    assert client.get("/health").status_code == 200
+    os.remove(path)
+    answer = client.get("/health")
+    assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5")
+    assert path not in answer.text
+
+
+@pytest.mark.parametrize("scheme", ["sqlite", "mysql", "sqlite+pysqlite"])
+def test_url_of_another_database_is_refused(scheme):
+    with pytest.raises(Unavailable, match=re.escape(f"not with {scheme}://")):
+        create_app({"DATABASE": f"{scheme}:///x.db"})

@@ -21,7 +21,7 @@ def greet(app):
     return greet
 
 
-PUBLIC = re.compile("/|/docs/?.*|/openapi.json|/api/v1/hello-service")
+PUBLIC = re.compile("/|/docs/?.*|/openapi.json|/health|/api/v1/hello-service")
 
 
 def protected(app):

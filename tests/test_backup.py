@@ -126,8 +126,8 @@ def test_all_is_the_same_and_goes_on(source, database, file, target, open_target
     restored = open_target()
     assert everything(restored) == everything(source)
 
-    assert restored.find_account(digest("one")) == "ann"
-    assert restored.find_account(digest("four")) is None
+    assert restored.find_caller(digest("one")) == ("ann", 1)
+    assert restored.find_caller(digest("four")) is None
     assert restored.add_token("ann", digest("five")) == 5
     again = restored.create_project("ann", {"name": "kept"}, "key")
     assert again == source.create_project("ann", {"name": "kept"}, "key")

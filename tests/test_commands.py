@@ -124,16 +124,16 @@ def test_times_are_shown_in_utc(elsewhere):
     assert utc(None) == "never"
 
 
-def test_new_account_is_named_on_standard_error(command, store):
+def test_id_and_new_account_are_named_on_standard_error(command, store):
     for account, told in [
-        ("ann", "ann is a new account.\n"),
-        ("ann", ""),
-        ("An", "An"),
+        ("ann", "The token's ID is 1.\nann is a new account.\n"),
+        ("ann", "The token's ID is 2.\n"),
+        ("An", "The token's ID is 3.\nAn is a new account.\n"),
     ]:
         result = command("token", "create", account)
-        assert result.stdout.startswith("gardening_") and result.stderr.startswith(told)
+        assert result.stdout.startswith("gardening_") and result.stderr == told
     store.create_project("bob", {})
-    assert command("token", "create", "bob").stderr == ""
+    assert "new" not in command("token", "create", "bob").stderr
 
 
 @on_sqlite
@@ -161,15 +161,16 @@ def test_account_is_one_name_however_it_is_typed(command, store, name):
 
 def test_account_is_known_and_deleted_however_it_is_typed(command, store):
     composed, decomposed = (normalize(form, "Zoë") for form in ("NFC", "NFD"))
-    assert command("token", "create", composed).stderr
-    assert command("token", "create", decomposed).stderr == ""
+    assert "new" in command("token", "create", composed).stderr
+    assert "new" not in command("token", "create", decomposed).stderr
     assert command("account", "delete", decomposed, "--yes").exit_code == 0
     assert store.list_accounts() == []
 
 
 def test_accounts_that_only_look_alike_are_two(command, store):
     for name in ("Area 2", "Area ²", "ﬁr", "fir"):
-        assert command("token", "create", name).stderr == f"{name} is a new account.\n"
+        told = command("token", "create", name).stderr
+        assert told.endswith(f"\n{name} is a new account.\n")
     assert len(store.list_accounts()) == 4
 
 
@@ -242,3 +243,11 @@ def test_account_with_a_token_and_no_project_is_deleted(command, store):
     command("token", "create", "ann")
     assert command("account", "delete", "ann", "--yes").exit_code == 0
     assert store.list_tokens() == []
+
+
+def test_defect_keeps_its_traceback(command, raw):
+    """It is no mistake of the user's."""
+    assert command("token", "list").exit_code == 0
+    raw.execute("ALTER TABLE token RENAME COLUMN expires_at TO ends_at")
+    result = command("token", "list")
+    assert not isinstance(result.exception, SystemExit)

@@ -117,7 +117,7 @@ def test_access_log_has_a_line_for_each_request(log, token):
     fields = r'(\S+) "([^"]*)" "(\S+) (\S+)" (\d+) (\d+) (\d+)'
     found = [re.fullmatch(fields, line).groups()[:5] for line in lines]
     assert found == [
-        ("7f", "ann", "GET", PROJECTS, "200"),
+        ("7f", "ann/1", "GET", PROJECTS, "200"),
         ("7f", "-", "GET", PROJECTS, "401"),
         ("-", "-", "PURGE", HELLO, "200"),
     ]

@@ -17,7 +17,7 @@ from store import SQLite, Store, Unavailable
 # The digests of the tables of each layout: a change of theirs needs a new layout.
 DIGESTS = {
     2: {"SQLite": "69ffdcd580946a9b", "PostgreSQL": "6778f463640a56ca"},
-    3: {"SQLite": "bc2f46e1dacc9222", "PostgreSQL": "65390d5ae09ce7d2"},
+    3: {"SQLite": "d2a7e4731bf06e0e", "PostgreSQL": "65390d5ae09ce7d2"},
 }
 LAYOUT_1 = {
     "SQLite": """
@@ -155,7 +155,10 @@ def test_older_database_is_brought_up_to_date(older, open_store):
         (3, 1000, None, "ann"),
         (9, 1000, 2000, "eve"),
     ]
-    assert [store.find_account(digest) for digest in (b"\1", b"\2")] == ["ann", "eve"]
+    assert [store.find_caller(digest) for digest in (b"\1", b"\2")] == [
+        ("ann", 3),
+        ("eve", 9),
+    ]
     assert older.execute("SELECT * FROM part").fetchall() == [("p", "a" * 24, "zone")]
     assert json.loads(store.get_project("ann", "a" * 24).document) == {
         "id": "a" * 24,

@@ -152,11 +152,11 @@ def use(store, key, point):
     yield store.list_projects("ann", [], Page(0, 2, following)).next
     yield store.list_projects("ann", [etag], Page(0, 2)).document
     yield store.add_token("ann", digest(key))
-    yield store.find_account(digest(key))
+    yield store.find_caller(digest(key))
     yield store.list_tokens()
     yield store.revoke_token(store.list_tokens()[0][0])
     yield store.revoke_token(99)
-    yield store.find_account(digest(key))
+    yield store.find_caller(digest(key))
     if "3" in key:
         yield store.delete_project("ann", created.id)
 

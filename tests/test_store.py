@@ -1,6 +1,7 @@
 """What a store does, on both engines; at the end, what only the SQLite engine does."""
 
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -366,6 +367,31 @@ def test_other_keys_accounts_and_none_make_other_projects(store):
     assert all(len(id) == 24 and set(id) <= set("0123456789abcdef") for id in ids)
 
 
+def test_key_of_an_older_release_goes_on_working(store, raw):
+    store.create_project("ann", {"name": "Park"}, key="k")
+    text = b'{"name": "Park", "postal_code": null, "location": null}'
+    [[kept]] = raw.execute("SELECT digest FROM idempotency_key").fetchall()
+    assert bytes(kept) == hashlib.sha256(text).digest()
+
+
+def test_member_that_a_later_release_adds_changes_no_digest():
+    today = {"name": "Park", "postal_code": None, "location": None}
+    assert module.digest_of(today | {"notes": None}) == module.digest_of(today)
+    assert module.digest_of(today | {"notes": ""}) != module.digest_of(today)
+
+
+def test_key_that_meets_the_deletion_of_its_account_is_no_defect(store):
+    def work(number):
+        for _ in range(20):
+            with suppress(KeySpent, Unavailable):  # a deadlock is an outage
+                if number:
+                    store.create_project("ann", {}, key="k")
+                else:
+                    store.delete_account("ann")
+
+    at_once(work, 6)
+
+
 def test_key_of_a_deleted_project_is_spent(store):
     id = store.create_project("ann", {"name": "Park"}, key="k").id
     store.delete_project("ann", id)
@@ -623,18 +649,18 @@ def test_last_page_is_that_of_the_account_and_not_of_the_table(store):
 def test_token_acts_for_its_account_until_it_is_revoked(store):
     store.add_token("ann", b"1")
     store.add_token("bob", b"2")
-    found = [store.find_account(digest) for digest in (b"1", b"2", b"3", b"")]
-    assert found == ["ann", "bob", None, None]
+    found = [store.find_caller(digest) for digest in (b"1", b"2", b"3", b"")]
+    assert found == [("ann", 1), ("bob", 2), None, None]
     assert store.revoke_token(1)
-    assert store.find_account(b"1") is None
-    assert store.find_account(b"2") == "bob"
+    assert store.find_caller(b"1") is None
+    assert store.find_caller(b"2") == ("bob", 2)
     assert not store.revoke_token(1)
 
 
 def test_unknown_token_is_nobodys_while_others_expire_or_last(store):
     store.add_token("ann", b"1")
     store.add_token("bob", b"2", days=1)
-    assert store.find_account(b"3") is None
+    assert store.find_caller(b"3") is None
 
 
 def test_token_expires_to_the_millisecond(open_store):
@@ -642,9 +668,9 @@ def test_token_expires_to_the_millisecond(open_store):
     store = open_store(clock=lambda: times[0])
     store.add_token("ann", b"1", days=2)
     times[0] += 2 * 86400 - 0.001
-    assert store.find_account(b"1") == "ann"
+    assert store.find_caller(b"1") == ("ann", 1)
     times[0] += 0.001
-    assert store.find_account(b"1") is None
+    assert store.find_caller(b"1") is None
 
 
 def test_id_of_a_revoked_token_is_not_given_again(store):
@@ -702,7 +728,7 @@ def test_defect_is_no_outage_and_its_connection_is_not_used_again(open_store, de
         defect(store)
     assert not isinstance(caught.value, (Unavailable, NotFound))
     assert open_files() == before
-    assert store.find_account(b"1") == "ann"
+    assert store.find_caller(b"1") == ("ann", 1)
 
 
 def test_member_without_a_column_is_a_defect(store, park):
