@@ -290,7 +290,9 @@ def test_odd_path_is_a_sane_problem(client, prefix, rest):
 
 @pytest.fixture
 def long_project(client):
-    return client.call("POST", PROJECTS, {"name": "x" * 5000})[1]
+    """One of 4 KiB or more, which nginx would compress."""
+    members = {"name": "😀" * 1000, "postal_code": "😀" * 100}
+    return client.call("POST", PROJECTS, members)[1]
 
 
 @pytest.mark.parametrize("prefix", ["", "/garden"])
@@ -367,7 +369,7 @@ def test_service_logs_the_id_that_nginx_returns(environment, token, tmp_path):
             for prefix in ("", "/garden")
         ]
     logged = [line.split()[:2] for line in file.read_text().splitlines()]
-    assert logged == [[id, '"ann"'] for id in ids]
+    assert logged == [[id, '"ann/1"'] for id in ids]
 
 
 def test_browsers_are_told_to_keep_to_https(client, nginx):

@@ -49,8 +49,9 @@ def test_first_calls_and_tokens_print_what_the_readme_says(clone, monkeypatch):
         return ended.stderr
 
     with flask_run(os.environ, folder=clone) as (address, _):
-        assert paste("First calls", address) == "ann is a new account.\n"
-        assert paste("Tokens", address) == "bob is a new account.\n"
+        told = "The token's ID is {}.\n{} is a new account.\n"
+        assert paste("First calls", address) == told.format(1, "ann")
+        assert paste("Tokens", address) == told.format(2, "bob")
     store = Store(SQLite(str(clone / "instance/gardening.db")))
     assert [token.account for token in store.list_tokens()] == ["ann"]
 
