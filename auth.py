@@ -1,8 +1,7 @@
 """Who may call: bearer tokens, issued to accounts and checked by a decorator.
 
 It contains no SQL and nothing about Projects. Only the holder has the token; the store
-keeps its SHA-256 digest. Flask, which takes a quarter of a second, is imported only to
-check a token: the test service's command does nothing but issue them.
+keeps its SHA-256 digest.
 """
 
 import hashlib
@@ -11,6 +10,9 @@ import unicodedata
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
+
+from flask import current_app, request
+from werkzeug.exceptions import Unauthorized
 
 from store import Store
 
@@ -23,7 +25,10 @@ class BadName(ValueError):
 
 
 def issue_token(store: Store, account: str, days: int | None = None) -> tuple[str, int]:
-    """A new token, with `days=0` an expired one, and its id. Raises BadName."""
+    """Issue a token that expires after so many days, or never. Raises BadName.
+
+    Returns the token and its id. A token for 0 days has expired already.
+    """
     token = PREFIX + secrets.token_urlsafe(32)
     return token, store.add_token(account_name(account), digest(token), days)
 
@@ -41,9 +46,17 @@ def digest(token: str) -> bytes:
     return hashlib.sha256(token.encode()).digest()
 
 
+def current_store() -> Store:
+    """The store of the application that serves the request or runs the command."""
+    store: Store = current_app.extensions["store"]
+    return store
+
+
 def token_required(view: View) -> View:
-    """Give the view the account of the caller's token, or respond 401 (RFC 6750 3)."""
-    from flask import current_app, request
+    """Call the view with the account of the caller's token as its first argument.
+
+    Without a valid token, the response is 401 (RFC 6750 3).
+    """
 
     @wraps(view)
     def guarded(**arguments: str) -> Any:
@@ -51,21 +64,19 @@ def token_required(view: View) -> View:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not token.strip():
             raise unauthorized("Send the header Authorization: Bearer <ACCESS_TOKEN>.")
-        store: Store = current_app.extensions["store"]
-        caller = store.find_caller(digest(token.strip()))
+        caller = current_store().find_caller(digest(token.strip()))
         if caller is None:
             detail = "The token is unknown, expired or revoked: use another one."
             raise unauthorized(detail, ', error="invalid_token"')
-        # For the access log (RFC 3875 4.1.11), which gunicorn.conf.py writes.
+        # For the access log (RFC 3875 4.1.11): gunicorn.conf.py reads "{remote_user}e".
         request.environ["REMOTE_USER"] = f"{caller.account}/{caller.token}"
         return view(caller.account, **arguments)
 
     return guarded
 
 
-def unauthorized(detail: str, error: str = "") -> Exception:
-    from werkzeug.exceptions import Unauthorized
-
-    # Plain text, because Werkzeug's WWWAuthenticate drops the quotes around the realm.
+def unauthorized(detail: str, error: str = "") -> Unauthorized:
+    # As text, although Unauthorized is typed for Werkzeug's WWWAuthenticate: that drops
+    # the quotes around the realm, which RFC 7617 and some clients want.
     challenge: Any = f'Bearer realm="gardening"{error}'
     return Unauthorized(detail, www_authenticate=[challenge])

@@ -3,8 +3,6 @@
 It is above auth and store, and knows nothing of HTTP or SQL.
 """
 
-import logging
-import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -13,13 +11,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 import click
-from flask import Flask, current_app
+from flask import Flask
 from flask.cli import AppGroup, with_appcontext
 
-import backup as backups
-from auth import BadName, account_name, issue_token
-from backup import BadBackup
-from store import Store, Unavailable
+from auth import BadName, account_name, current_store, issue_token
+from engines import backup as backups
+from engines.base import Unavailable
 
 MAX_DAYS = 1_000_000  # 2,700 years; dates end with the year 9999
 
@@ -29,7 +26,13 @@ def one_line_errors() -> Iterator[None]:
     """On the command line, say in one line what is wrong, without usage or traceback."""
     try:
         yield
-    except (click.UsageError, BadName, BadBackup, Unavailable, OSError) as error:
+    except (
+        click.UsageError,
+        BadName,
+        backups.BadBackup,
+        Unavailable,
+        OSError,
+    ) as error:
         if not click.get_current_context(silent=True):
             raise
         reason = str(error)
@@ -44,11 +47,6 @@ class Group(AppGroup):
     def invoke(self, ctx: click.Context) -> Any:
         with one_line_errors():
             return super().invoke(ctx)
-
-
-def current_store() -> Store:
-    store: Store = current_app.extensions["store"]
-    return store
 
 
 account_commands = Group("account", help="List and delete accounts.")
@@ -126,10 +124,9 @@ def delete_account(account: str) -> None:
 @click.command("backup")
 @click.argument("file", type=click.Path())
 @with_appcontext
-@one_line_errors()
 def backup(file: str) -> None:
     """Write a copy of the database to FILE, a new SQLite file, while the service runs."""
-    with ended_like_ctrl_c():
+    with one_line_errors(), ended_like_ctrl_c():
         backups.backup(current_store().engine, file)
 
 
@@ -146,11 +143,11 @@ def ended_like_ctrl_c() -> Iterator[None]:
 @click.command("restore")
 @click.argument("file", type=click.Path())
 @with_appcontext
-@one_line_errors()
 def restore(file: str) -> None:
     """Fill an empty database with the copy that `backup` wrote to FILE."""
     store = current_store()
-    backups.restore(store.engine, file)
+    with one_line_errors():
+        backups.restore(store.engine, file)
     accounts = store.list_accounts()
     projects = sum(account.projects for account in accounts)
     tokens = sum(account.tokens for account in accounts)
@@ -164,19 +161,14 @@ def add_to(app: Flask) -> None:
         app.cli.add_command(command)
 
 
-def welcome(app: Flask, store: Store) -> None:
+def welcome(app: Flask) -> None:
     """On `flask run`, say what to do next."""
     command = click.get_current_context(silent=True)
     if command and command.info_name == "run":
-        if "index" in app.view_functions:
-            logging.getLogger("werkzeug").addFilter(announce_page)
-        if not store.list_tokens():
+        with one_line_errors():
+            has_tokens = bool(app.extensions["store"].list_tokens())
+        if not has_tokens:
             click.echo("No access token yet. In another terminal, in this folder, run:")
             click.echo(f"    {sys.argv[0]} token create ACCOUNT")
-
-
-def announce_page(record: logging.LogRecord) -> bool:
-    """Add the page's address to the line in which Werkzeug says where it listens."""
-    page = r"\g<0>\n   Read and try the API in a browser: \1/docs/"
-    record.msg = re.sub(r" \* Running on (http\S+)", page, str(record.msg), count=1)
-    return True
+        if "swagger_ui" in app.blueprints:
+            click.echo("To read about the API and try it, open /docs/ in a browser.")

@@ -18,7 +18,7 @@ from http import HTTPStatus
 from typing import Any
 
 from auth import digest
-from store import OutcomeUnknown, Unavailable
+from engines.base import OutcomeUnknown, Unavailable
 
 PROXY = {  # Retry-After in seconds, and the detail
     "429": (1, "Send fewer requests per second."),

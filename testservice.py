@@ -61,7 +61,9 @@ def main() -> None:
 
 def run(listener: socket.socket, folder: str) -> None:
     """Serve until the input ends or a signal comes, with all data in this new folder."""
-    from store import SQLite, Store, Unavailable
+    from engines.base import Unavailable
+    from engines.sqlite import SQLite
+    from store import Store
 
     for number in ENDINGS:
         signal.signal(number, lambda *_: None)  # macOS drops one that is ignored
@@ -122,8 +124,8 @@ def remove(folder: str, ended: int) -> None:
 def serve_tokens(listener: socket.socket, store: Any, folder: str) -> None:
     """Print the address and a token, then a token for each line of the input."""
     from auth import issue_token
+    from engines.base import Unavailable
     from failures import write_plan
-    from store import Unavailable
 
     def respond(line: str) -> dict[str, str]:
         try:

@@ -17,7 +17,8 @@ from running import LIMIT, MEMORY, PROJECTS, ROOT, run
 
 from app import create_app
 from auth import digest, issue_token
-from store import SQLite, Store
+from engines.sqlite import SQLite
+from store import Store
 
 # Else each process that a test starts would compile the modules for itself.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -107,7 +108,7 @@ def database(request):
 def store_on(database, clock=time.time):
     engine = SQLite
     if database.startswith("postgresql://"):
-        from postgres import PostgreSQL as engine
+        from engines.postgres import PostgreSQL as engine
     return Store(engine(database), clock)
 
 

@@ -14,7 +14,7 @@ from flask.testing import FlaskClient
 from running import POINT, PROJECTS, at_once
 
 from app import create_app
-from store import Unavailable
+from engines.base import Unavailable
 
 HELLO = "/api/v1/hello-service"
 MISSING = f"{PROJECTS}/{'0' * 24}"
@@ -706,7 +706,7 @@ def test_unusable_database_is_one_line_of_error(tmp_path):
 
 
 def test_postgresql_without_its_driver_is_one_line_of_error(monkeypatch):
-    monkeypatch.delitem(sys.modules, "postgres", raising=False)
+    monkeypatch.delitem(sys.modules, "engines.postgres", raising=False)
     monkeypatch.setitem(sys.modules, "psycopg", None)  # as if it were not installed
     assert refusal("postgresql://ann:secret@example.org/gardening") == (
         "for PostgreSQL, install psycopg[binary], "

@@ -19,10 +19,12 @@ import pytest
 from conftest import on_sqlite, store_on
 from running import BIN, LIMIT, POINT, ROOT, at_once, fill, wait_for
 
-import backup as module
 from app import create_app
-from backup import BadBackup
-from store import COLUMNS_OF, KeyReused, KeySpent, Page, Unavailable
+from engines import backup as module
+from engines.backup import BadBackup
+from engines.base import Unavailable
+from engines.tables import COLUMNS
+from store import KeyReused, KeySpent, Page
 
 PAGES = [None, Page(0, 2), Page(1, 20)]
 TEXTS = [
@@ -154,7 +156,7 @@ def test_seq_of_a_deleted_project_is_not_given_again(
     restore(restored, file)
     for each in store, restored:
         each.create_project("ann", {})
-        assert each.list_projects("ann", (), Page(0, 1)).next == 1
+        assert each.list_projects("ann", (), Page(0, 1)).next_after == 1
         page = each.list_projects("ann", (), Page(0, 1, 2))
         assert json.loads(page.document)["projectList"]
 
@@ -277,9 +279,9 @@ def test_restore_does_not_wait_for_a_service_that_uses_the_database(
 
 RESTORE = """
 import sys
-import backup
-from store import SQLite
-from postgres import PostgreSQL
+from engines import backup
+from engines.sqlite import SQLite
+from engines.postgres import PostgreSQL
 engine = (PostgreSQL if "://" in sys.argv[1] else SQLite)(sys.argv[1])
 def wait():
     print("filled", flush=True)
@@ -538,11 +540,11 @@ def test_what_root_creates_belongs_to_the_owner_of_the_folder(tmp_path):
 
 
 def test_tables_are_copied_whole(raw, open_store):
-    """A table that is missing from COLUMNS_OF would be lost in silence."""
+    """A table that is missing from COLUMNS would be lost in silence."""
     open_store()
     if isinstance(raw, sqlite3.Connection):
         select = "SELECT name FROM sqlite_schema WHERE type = 'table'"
     else:
         select = "SELECT tablename FROM pg_tables WHERE schemaname = 'public'"
     tables = {name for (name,) in raw.execute(select)} - {"sqlite_sequence"}
-    assert tables == set(COLUMNS_OF)
+    assert tables == set(COLUMNS)

@@ -1,7 +1,6 @@
 """The page /docs/, in a browser, alone and behind nginx; and what leads to it."""
 
 import json
-import re
 from collections.abc import Callable
 from typing import Any
 from urllib.request import urlopen
@@ -171,10 +170,9 @@ def test_flask_run_prints_what_applies(setup, has_token, options, store, request
         store.add_token("ann", digest("x"))
     with flask_run(request.getfixturevalue(setup), *options) as (address, printed):
         text = "".join(printed)
-        pages = re.findall(rf"{re.escape(address)}(/\S+)", text)
-        assert pages == ["/docs/"] * (setup == "with_docs")
-        for page in pages:
-            with urlopen(address + page, timeout=LIMIT) as response:
+        assert ("open /docs/ in a browser" in text) == (setup == "with_docs")
+        if setup == "with_docs":
+            with urlopen(f"{address}/docs/", timeout=LIMIT) as response:
                 assert response.headers.get_content_type() == "text/html"
     assert text.count("token create ACCOUNT") == (not has_token)
 

@@ -35,7 +35,8 @@ from running import (
     workers,
 )
 
-from store import OutcomeUnknown, Page, Unavailable
+from engines.base import OutcomeUnknown, Unavailable
+from store import Page
 
 HELLO = "/api/v1/hello-service"
 

@@ -45,8 +45,10 @@ from running import (
 
 from app import create_app
 from auth import digest
-from postgres import TIMEOUT, PostgreSQL
-from store import NotFound, OutcomeUnknown, Page, SQLite, Stale, Store, Unavailable
+from engines.base import OutcomeUnknown, Unavailable
+from engines.postgres import TIMEOUT, PostgreSQL
+from engines.sqlite import SQLite
+from store import NotFound, Page, Stale, Store
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +151,7 @@ def use(store, key, point):
     etag, document, following = store.list_projects("ann", [""], Page(0, 2))
     yield document
     yield following
-    yield store.list_projects("ann", [], Page(0, 2, following)).next
+    yield store.list_projects("ann", [], Page(0, 2, following)).next_after
     yield store.list_projects("ann", [etag], Page(0, 2)).document
     yield store.add_token("ann", digest(key))
     yield store.find_caller(digest(key))
@@ -188,7 +190,7 @@ def test_two_services_on_one_database_agree_at_once(database, serve):
 
 START = """
 import multiprocessing, sys
-from postgres import PostgreSQL
+from engines.postgres import PostgreSQL
 from store import Store
 
 def start():
@@ -254,7 +256,7 @@ def sockets(pid, port):
 
 FORK = """
 import os, sys
-from postgres import PostgreSQL
+from engines.postgres import PostgreSQL
 from store import Store
 from test_postgres import backends
 url = sys.argv[1]
@@ -530,7 +532,7 @@ def test_each_connection_has_the_limit_of_a_request(database, open_store):
     store.create_project("ann", {})
     assert store.delete_account("ann")
     select = "SELECT current_setting('statement_timeout') FROM pg_sleep(0.5)"
-    limits = at_once(lambda _: store.engine.run(select, {}), 3)
+    limits = at_once(lambda _: store.engine.read(select, {}), 3)
     assert limits == [[("4s",)]] * 3
     assert len(backends(database)) == 3
 

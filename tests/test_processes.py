@@ -269,12 +269,13 @@ def test_newcomer_is_told_the_next_step(tmp_path):
 
 SECOND_USE = """
 import os, signal, subprocess, sys
-from store import SQLite, Store
+from engines.sqlite import SQLite
+from store import Store
 path = sys.argv[1]
 first = Store(SQLite(path))
 first.create_project("ann", {})
 second = Store(SQLite(path))
-other = "import sys; from store import *; Store(SQLite(sys.argv[1])).list_tokens()"
+other = "import sys; from engines.sqlite import *; from store import *; Store(SQLite(sys.argv[1])).list_tokens()"
 subprocess.run([sys.executable, "-c", other, path], check=True, timeout=60)
 for _ in range(20):
     first.create_project("ann", {})
@@ -292,7 +293,8 @@ def test_second_use_in_a_process_loses_no_acknowledged_write(path, check_integri
 
 REPLACE = """
 import os, sqlite3, sys, threading
-from store import SQLite, Store
+from engines.sqlite import SQLite
+from store import Store
 path = sys.argv[1]
 store = Store(SQLite(path))
 user = threading.Thread(target=lambda _: threading.Event().wait(), args=[store], daemon=True)

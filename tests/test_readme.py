@@ -9,7 +9,8 @@ import tomllib
 import pytest
 from running import BIN, ROOT, blocks, flask_run, needs, run
 
-from store import SQLite, Store
+from engines.sqlite import SQLite
+from store import Store
 
 VARYING = {
     r"gardening_[\w-]{43}\b": "TOKEN",

@@ -20,17 +20,9 @@ from conftest import on_sqlite
 from running import LIMIT, POINT, at_once, needs, run
 
 import store as module
-from store import (
-    KeyReused,
-    KeySpent,
-    NotFound,
-    OutcomeUnknown,
-    Page,
-    SQLite,
-    Stale,
-    Store,
-    Unavailable,
-)
+from engines.base import OutcomeUnknown, Unavailable
+from engines.sqlite import PATIENCE, SQLite
+from store import KeyReused, KeySpent, NotFound, Page, Stale, Store
 
 MEMBERS = ["id", "name", "created_at", "updated_at", "version", "postal_code"]
 
@@ -532,7 +524,7 @@ def test_page_costs_the_same_however_many_projects_there_are(store, raw):
         )
 
     def steps(account, after):
-        values = {"account": account, "known": "[]", "query": ""}
+        values = {"account": account, "known": "[]", "etag_suffix": ""}
         values |= {"page": 0, "size": 20, "after": after, "offset": 0}
         counted = []
         raw.set_progress_handler(lambda: counted.append(1), 1)
@@ -641,9 +633,9 @@ def test_etag_of_a_page_is_that_of_no_other_query(store):
 def test_last_page_is_that_of_the_account_and_not_of_the_table(store):
     for account in ("ann", "ann", "bob", "bob", "bob"):
         store.create_project(account, {})
-    assert store.list_projects("ann", [], Page(0, 1)).next == 1
-    assert store.list_projects("ann", [], Page(1, 1)).next is None
-    assert store.list_projects("ann", [], Page(0, 2)).next is None
+    assert store.list_projects("ann", [], Page(0, 1)).next_after == 1
+    assert store.list_projects("ann", [], Page(1, 1)).next_after is None
+    assert store.list_projects("ann", [], Page(0, 2)).next_after is None
 
 
 def test_token_acts_for_its_account_until_it_is_revoked(store):
@@ -822,12 +814,13 @@ def test_writer_waits_for_a_short_foreign_lock(store, park, lock, raw):
 @on_sqlite
 def test_each_connection_syncs_its_commits_and_checks_references(store):
     for pragma, value in [("synchronous", 2), ("foreign_keys", 1)]:
-        assert store.engine.run(f"PRAGMA {pragma}", {}) == [(value,)]
+        assert store.engine.read(f"PRAGMA {pragma}", {}) == [(value,)]
 
 
 FORK_IN_A_TURN = """
 import os, sqlite3, sys, threading, time
-from store import SQLite, Store
+from engines.sqlite import SQLite
+from store import Store
 path = sys.argv[1]
 store = Store(SQLite(path))
 other = sqlite3.connect(path, isolation_level=None)
@@ -855,7 +848,8 @@ def test_child_that_was_forked_during_a_write_holds_up_nobody(path):
 
 FORK_IN_THE_QUEUE = """
 import fcntl, os, sys, threading, time
-from store import SQLite, Store
+from engines.sqlite import SQLite
+from store import Store
 path = sys.argv[1]
 store = Store(SQLite(path))
 queue = open(f"{path}-lock", "w")
@@ -881,7 +875,8 @@ def test_child_that_was_forked_while_a_writer_waits_has_a_turn_of_its_own(path):
 
 WRITE_AS_A_STRANGER = """
 import os, sys
-from store import SQLite, Store
+from engines.sqlite import SQLite
+from store import Store
 store = Store(SQLite(sys.argv[1]))
 os.setuid(65534)
 print(len(store.list_tokens()))
@@ -968,7 +963,7 @@ def test_stuck_queue_is_waited_for_once_and_then_looked_at(store, park, path):
 
     with hold_queue(path):
         for seconds in at_once(create, 3):
-            assert module.PATIENCE <= seconds < 2 * module.PATIENCE
+            assert PATIENCE <= seconds < 2 * PATIENCE
         assert max(at_once(create, 3)) < 1
         assert store.get_project("ann", park.id) == park
     store.create_project("ann", {})
@@ -991,7 +986,7 @@ def test_patience_is_for_the_whole_queue(store, park, path):
         first = pool.submit(create)
         time.sleep(1)
         # It waits for the first until that gives up, then for who holds the queue.
-        assert module.PATIENCE <= create() < module.PATIENCE + 1
+        assert PATIENCE <= create() < PATIENCE + 1
         first.result(LIMIT)
 
 
@@ -1004,7 +999,7 @@ def test_foreign_lock_is_waited_for_once_and_then_looked_at(store, park, lock, r
         return time.monotonic() - started
 
     lock()
-    assert module.PATIENCE <= create() < 2 * module.PATIENCE
+    assert PATIENCE <= create() < 2 * PATIENCE
     assert max(create() for _ in range(3)) < 1
     assert store.get_project("ann", park.id) == park
     raw.execute("ROLLBACK")
@@ -1017,7 +1012,8 @@ def test_foreign_lock_is_waited_for_once_and_then_looked_at(store, park, lock, r
 
 WRITE_WITHOUT_SYNC = """
 import sys
-from store import SQLite, Store
+from engines.sqlite import SQLite
+from store import Store
 try:
     Store(SQLite(sys.argv[1])).create_project("ann", {"name": "in doubt"}, *sys.argv[2:])
 except Exception as error:
@@ -1039,7 +1035,8 @@ def test_write_that_the_disk_failed_to_sync_is_in_doubt(store, park, path, key):
 
 READ = """
 import sys
-from store import SQLite, Store
+from engines.sqlite import SQLite
+from store import Store
 try:
     Store(SQLite(sys.argv[1])).list_tokens()
 except Exception as error:

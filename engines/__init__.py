@@ -1,0 +1,1 @@
+"""The databases that can keep the Projects: one SQLite file, or a PostgreSQL server."""

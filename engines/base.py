@@ -1,0 +1,180 @@
+"""What an engine is: the statements of one kind of database, and its connections.
+
+It knows no rule of the store, and no database by name.
+"""
+
+import os
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+from engines.tables import LAYOUT
+
+Values = dict[str, Any]  # the parameters of a statement, by name
+Rows = list[Any]
+LONG = 3600  # seconds that a command may take, where a request may not
+
+
+class Unavailable(Exception):
+    """The database is locked, full or out of reach; nothing was changed."""
+
+
+class OutcomeUnknown(Unavailable):
+    """A write may or may not have been made: its connection or its disk failed."""
+
+
+class Engine(ABC):
+    """A database. A connection is used by one thread at a time, and only by the process
+    that opened it: what is idle is kept by process id.
+    """
+
+    TABLES: str  # of the present layout
+    UPGRADES: tuple[str, ...]  # the steps to it: from layout 1 to 2, from 2 to 3, …
+    # The next three return Projects: the id, the ETag and the JSON document.
+    GET: str
+    CREATE: str
+    UPDATE: str  # with {changes} for the columns to set
+    DELETE: str  # returns the id
+    # The ETag, and the JSON document unless the ETag is known to the caller.
+    LIST: str
+    LIST_PAGE: str  # likewise; next_after stands on a line before the document
+    BEGIN: str  # a transaction that writes
+    BEGIN_FILL: str  # one that writes, and lets nobody else do so
+    LAST_TOKEN: str  # the highest id that a token has had
+    SET_LAST_TOKEN: tuple[str, ...]
+    STOP_TRIGGERS: tuple[str, ...]
+    START_TRIGGERS: tuple[str, ...]
+
+    def __init__(self) -> None:
+        self._idle: dict[int, list[Any]] = defaultdict(list)
+
+    @abstractmethod
+    def connect(self) -> Any:
+        """A new connection."""
+
+    @abstractmethod
+    def take(self, idle: list[Any]) -> Any:
+        """One of the idle connections that still works, or a new one."""
+
+    @abstractmethod
+    def execute(self, connection: Any, sql: str, values: Values) -> Rows:
+        """All rows of a statement."""
+
+    @abstractmethod
+    def outage(self, error: BaseException, writes: bool) -> Unavailable | None:
+        """The outage that an error means, if it is one and no defect.
+
+        OutcomeUnknown only for what `writes`.
+        """
+
+    def learn(self, error: BaseException) -> None:
+        """Prepare for the next session, after one that failed."""
+
+    def allow(self, connection: Any, seconds: int) -> None:
+        """Let the present transaction take so long."""
+
+    def read(self, sql: str, values: Values) -> Rows:
+        """All rows of a statement. Raises Unavailable."""
+        with self.session() as connection:
+            return self.execute(connection, sql, values)
+
+    def write(self, sql: str, values: Values) -> Rows:
+        """The same for one that writes. Raises OutcomeUnknown as well."""
+        with self.session(writes=True) as connection:
+            return self.execute(connection, sql, values)
+
+    @contextmanager
+    def transaction(self, seconds: int = 0) -> Iterator[Callable[[str, Values], Rows]]:
+        """For several statements that write: all of them are made, or none.
+
+        It may take these seconds, or as long as a request.
+        """
+        with self.begun(self.BEGIN, seconds) as connection:
+            yield partial(self.execute, connection)
+
+    @contextmanager
+    def begun(self, begin: str, seconds: int, writes: bool = True) -> Iterator[Any]:
+        """A connection in a transaction that this statement begins."""
+        with self.session(writes) as connection:
+            connection.execute(begin)
+            if seconds:
+                self.allow(connection, seconds)
+            yield connection
+            connection.execute("COMMIT")
+
+    def session(self, writes: bool = False) -> AbstractContextManager[Any]:
+        return Session(self, self._idle[os.getpid()], writes)
+
+    def check(self) -> None:
+        """Raises Unavailable if the database cannot be read now."""
+        self.read("SELECT id FROM token LIMIT 1", {})
+
+    def raise_outage(self, error: BaseException, writes: bool) -> None:
+        """Raises Unavailable or OutcomeUnknown, unless the error is a defect."""
+        if outage := self.outage(error, writes):
+            raise outage from error
+
+    def missing(self, layout: int | None, is_empty: bool) -> tuple[str, ...]:
+        """The steps to the present layout; None is the layout of other programs.
+
+        Raises Unavailable for those, and for the layout of a newer release.
+        """
+        if is_empty:
+            return (self.TABLES,)
+        if layout is None or layout < 1:
+            raise Unavailable("the database was made by another program")
+        if layout > LAYOUT:
+            raise Unavailable("the database was made by a newer release")
+        return self.UPGRADES[layout - 1 :]
+
+    def close(self) -> None:
+        """Close the connections that are idle; the engine can go on, with new ones."""
+        idle = self._idle[os.getpid()]
+        while (connection := pop(idle)) is not None:
+            connection.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Session:
+    """A connection for one thread. After an error it is closed, and an outage is raised.
+
+    A class, since a generator would cost a read three times as much.
+    """
+
+    __slots__ = ("connection", "engine", "idle", "writes")
+
+    def __init__(self, engine: Engine, idle: list[Any], writes: bool) -> None:
+        self.engine, self.idle, self.writes = engine, idle, writes
+
+    def __enter__(self) -> Any:
+        try:
+            self.connection = self.engine.take(self.idle)
+        except BaseException as error:
+            # Nothing was sent that might have been made.
+            self._fail(error, writes=False)
+            raise
+        return self.connection
+
+    def __exit__(self, _kind: object, error: BaseException | None, _: object) -> None:
+        if error is None:
+            self.idle.append(self.connection)
+        else:
+            self.connection.close()
+            self._fail(error, self.writes)
+
+    def _fail(self, error: BaseException, writes: bool) -> None:
+        self.engine.learn(error)
+        self.engine.raise_outage(error, writes)
+
+
+def pop(idle: list[Any]) -> Any:
+    """Take one out of the list, as other threads do; None if there is none."""
+    try:
+        return idle.pop()
+    except IndexError:
+        return None

@@ -1,0 +1,104 @@
+"""Files: created for their owner alone, locked with a limit, named once they are whole."""
+
+import errno
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from engines.base import Unavailable
+
+PARTIAL = ".gardening-partial"  # a folder in which a backup is written
+POLL_INTERVAL = 0.0002  # seconds between two looks whether a lock is free
+
+
+@contextmanager
+def locked(path: str | Path, deadline: float) -> Iterator[None]:
+    """Hold an flock on a file or folder, if it can be had before `deadline`.
+
+    It is a time of time.monotonic(). Raises Unavailable.
+    """
+    try:
+        if not os.path.exists(path):
+            create(path)
+        # Opened anew: an flock belongs to the open file, whoever shares that.
+        file = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise Unavailable(f"{error.strerror}: {path}") from error
+    try:
+        while True:
+            with suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            if time.monotonic() > deadline:
+                raise Unavailable(f"still locked: {path}")
+            time.sleep(POLL_INTERVAL)
+        try:
+            yield
+        finally:
+            # Not by the close alone: a process forked meanwhile keeps the file open.
+            fcntl.flock(file, fcntl.LOCK_UN)
+    finally:
+        os.close(file)
+
+
+def create(path: str | Path) -> None:
+    """Create a file that only its owner can read, unless there is one."""
+    try:
+        file = os.open(path, os.O_CREAT | os.O_EXCL, mode=0o600)
+    except FileExistsError:
+        return
+    os.close(file)
+    give_to_owner(path)
+
+
+def give_to_owner(path: str | Path) -> None:
+    """Give what root creates, as `flask token` may, to the owner of the folder."""
+    if os.geteuid() == 0:
+        folder = os.stat(os.path.dirname(os.path.abspath(path)))
+        os.chown(path, folder.st_uid, folder.st_gid)
+
+
+@contextmanager
+def new_file(path: str) -> Iterator[str]:
+    """The path of an empty file, which gets the name `path` once it is written whole.
+
+    It lies in a locked folder, so the next backup can tell and remove what a killed one
+    has left. Raises OSError with `path`, and Unavailable.
+    """
+    parent, folder = os.path.dirname(os.path.abspath(path)), path + PARTIAL
+    file = os.path.join(folder, "backup.db")
+    try:
+        os.stat(parent)
+        with locked(parent, time.monotonic() + 1.0):
+            for left in Path(parent).glob(f"*{PARTIAL}"):
+                with suppress(OSError, Unavailable), locked(left, deadline=0.0):
+                    shutil.rmtree(left)
+            if os.path.lexists(path) or os.path.lexists(folder):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+            os.mkdir(folder, mode=0o700)
+            give_to_owner(folder)
+            claim = ExitStack()
+            claim.enter_context(locked(folder, deadline=0.0))
+        with claim:
+            try:
+                create(file)
+                yield file
+                sync(file)
+                os.rename(file, path)
+                sync(parent)
+            finally:
+                shutil.rmtree(folder)
+    except OSError as error:
+        raise type(error)(error.errno, error.strerror, path) from error
+
+
+def sync(path: str) -> None:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

@@ -1,0 +1,116 @@
+"""The members of a Project, the tables that keep them, and the SQL that engines share.
+
+The tables are written in SQLite's words for the types.
+"""
+
+TEXT, INTEGER, JSON = "text", "integer", "JSON"
+# The members of a Project, in the order of its document. To the database, JSON is text.
+MEMBERS = {
+    "id": TEXT,
+    "name": TEXT,
+    "created_at": INTEGER,
+    "updated_at": INTEGER,
+    "version": INTEGER,
+    "postal_code": TEXT,
+    "location": JSON,
+}
+SETTABLE = ("name", "postal_code", "location")  # by a caller
+# Every table with its columns, and a Project before its parts.
+COLUMNS = {
+    "account": ("name", "revision", "created", "projects"),
+    "token": ("id", "account", "digest", "created_at", "expires_at"),
+    "project": (*MEMBERS, "account", "seq"),
+    "part": ("id", "project", "kind"),
+    "idempotency_key": ("account", "key", "digest", "project"),
+}
+APPLICATION_ID = 0x67617264  # "gard": the database is ours
+LAYOUT = 3  # of the tables
+KEYS = """
+CREATE TABLE idempotency_key (                      -- outlives its Project: it is spent
+    account     TEXT    NOT NULL,
+    key         TEXT    NOT NULL,
+    digest      BLOB    NOT NULL,                   -- SHA-256 of the members
+    project     TEXT    NOT NULL,
+    PRIMARY KEY (account, key)
+) STRICT, WITHOUT ROWID;
+"""
+COMMON = f"""
+CREATE TABLE account (
+    name        TEXT    PRIMARY KEY,
+    -- Validates the account's lists. It is random, since a counter would return to
+    -- earlier values when a backup is restored.
+    revision    TEXT    NOT NULL,
+    created     INTEGER NOT NULL DEFAULT 0,         -- Projects ever: the last one's seq
+    projects    INTEGER NOT NULL DEFAULT 0          -- Projects now
+) STRICT;
+CREATE TABLE token (
+    id          INTEGER PRIMARY KEY AUTOINCREMENT,  -- a late revoke hits no newer token
+    account     TEXT    NOT NULL,
+    digest      BLOB    NOT NULL UNIQUE,            -- SHA-256
+    created_at  INTEGER NOT NULL,                   -- all times in epoch milliseconds
+    expires_at  INTEGER                             -- NULL: never
+) STRICT;
+CREATE TABLE project (
+    id          TEXT    NOT NULL UNIQUE,
+    account     TEXT    NOT NULL,
+    seq         INTEGER NOT NULL,                   -- the account's order of creation
+    name        TEXT,
+    created_at  INTEGER NOT NULL,
+    updated_at  INTEGER NOT NULL,
+    version     INTEGER NOT NULL DEFAULT 1,
+    postal_code TEXT,
+    location    TEXT,                               -- JSON: a REAL shows 15 digits only
+    PRIMARY KEY (account, seq)
+) STRICT, WITHOUT ROWID;  -- kept in the order of its key, so a list is one range of it
+{KEYS}
+CREATE TABLE part (                                 -- a region, zone, parcel, controller
+    id          TEXT    PRIMARY KEY,
+    project     TEXT    NOT NULL REFERENCES project (id) ON DELETE CASCADE,
+    kind        TEXT    NOT NULL
+) STRICT;
+-- Without this index, deleting a Project would scan all parts.
+CREATE INDEX part_project ON part (project);
+"""
+COUNT_CREATED = """UPDATE account SET created =
+    (SELECT coalesce(max(seq), 0) FROM project WHERE account = account.name)"""
+COUNT_PROJECTS = """UPDATE account SET projects =
+    (SELECT count(*) FROM project WHERE account = account.name)"""
+
+# The ETag of a list is the account's revision, with a suffix that names the page.
+FROM_LIST_ETAG = """FROM (SELECT coalesce((SELECT revision FROM account WHERE name = :account), '')
+    || :etag_suffix AS etag) AS list"""
+TOTAL = "coalesce((SELECT projects FROM account WHERE name = :account), 0)"
+PAGE_ROWS = """project WHERE account = :account AND seq > :after
+    ORDER BY seq LIMIT :size OFFSET :offset"""
+# The last seq of the page; null if it is the account's last.
+NEXT_AFTER = "nullif(max(seq), (SELECT max(seq) FROM project WHERE account = :account))"
+# Returns what the first claim of the key has left. To set what is there already is how
+# the statement returns it, and holds it until the transaction ends.
+CLAIM_KEY = """INSERT INTO idempotency_key (account, key, digest, project)
+    VALUES (:account, :key, :digest, :project)
+    ON CONFLICT (account, key) DO UPDATE SET digest = idempotency_key.digest
+    RETURNING project, digest"""
+ADD_TOKEN = """INSERT INTO token (account, digest, created_at, expires_at)
+    VALUES (:account, :digest, :now, :expires_at)
+    RETURNING id"""
+FIND_TOKEN = """SELECT account, id FROM token
+    WHERE digest = :digest AND (expires_at IS NULL OR expires_at > :now)"""
+TOKENS = "SELECT id, created_at, expires_at, account FROM token ORDER BY id"
+REVOKE_TOKEN = "DELETE FROM token WHERE id = :id RETURNING id"
+FIND_ACCOUNT = """SELECT name FROM account WHERE name = :name
+    UNION SELECT account FROM token WHERE account = :name"""
+ACCOUNTS = """SELECT known.name, coalesce(projects, 0), coalesce(tokens, 0), changed_at
+    FROM (SELECT name FROM account UNION SELECT account FROM token) AS known
+    LEFT JOIN account ON account.name = known.name
+    LEFT JOIN (SELECT account, max(updated_at) AS changed_at
+        FROM project GROUP BY account) AS p ON p.account = known.name
+    LEFT JOIN (SELECT account, count(*) AS tokens
+        FROM token GROUP BY account) AS t ON t.account = known.name
+    ORDER BY known.name"""
+# The account comes first: its row is where its writers wait for each other.
+DELETE_ACCOUNT = (
+    "DELETE FROM account WHERE name = :name RETURNING name",
+    "DELETE FROM project WHERE account = :name RETURNING id",
+    "DELETE FROM token WHERE account = :name RETURNING id",
+    "DELETE FROM idempotency_key WHERE account = :name RETURNING key",
+)

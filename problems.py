@@ -1,0 +1,93 @@
+"""Every error as a problem document (RFC 9457), in one table for those of the store."""
+
+import json
+from typing import NamedTuple
+
+from flask import Flask, Response, current_app
+from marshmallow import ValidationError
+from werkzeug import exceptions as http
+
+from engines.base import OutcomeUnknown, Unavailable
+from store import KeyReused, KeySpent, NotFound, Stale
+
+RETRY_AFTER = 5  # seconds
+TITLES = {413: "Content Too Large", 422: "Unprocessable Content"}  # RFC 9110's phrases
+DETAILS = {  # in place of Werkzeug's
+    404: "There is no such path.",
+    405: "This path does not take this method; see the header Allow.",
+    500: "This is a bug in the service; see its log.",
+}
+
+
+class Told(NamedTuple):
+    """How a caller is told of an error of the store."""
+
+    status: int
+    detail: str
+    type: str = "about:blank"  # another one only for what programs must tell apart
+
+
+STORE_ERRORS = {
+    NotFound: Told(404, "Your account has no Project with this id."),
+    Stale: Told(
+        412,
+        "The ETag of the Project does not satisfy If-Match (strong ones only) or If-None-Match.",
+    ),
+    KeyReused: Told(
+        422,
+        "This Idempotency-Key was used with other members.",
+        "urn:gardening:key-reused",
+    ),
+    KeySpent: Told(
+        409,
+        "The Project of this Idempotency-Key has been deleted.",
+        "urn:gardening:key-spent",
+    ),
+    Unavailable: Told(
+        503, "The database is unavailable; nothing was changed. Try again later."
+    ),
+    OutcomeUnknown: Told(
+        503,
+        "The change may have been made, or not: read before you repeat it.",
+        "urn:gardening:outcome-unknown",
+    ),
+}
+
+
+def add_to(app: Flask) -> None:
+    app.register_error_handler(http.HTTPException, problem)
+    app.register_error_handler(ValidationError, on_invalid)
+    for kind in STORE_ERRORS:
+        app.register_error_handler(kind, on_store_error)
+
+
+def problem(error: http.HTTPException, **members: object) -> Response:
+    """A problem document, with the headers that the error brings along."""
+    code, detail = error.code or 500, error.description
+    is_werkzeugs = detail == type(error).description
+    if is_werkzeugs:
+        detail = DETAILS.get(code, detail)
+    document = {"type": "about:blank", "title": TITLES.get(code, error.name)}
+    body = json.dumps({**document, "status": code, "detail": detail, **members})
+    status = f"{code} {document['title']}"
+    response = Response(body, status, error.get_headers())
+    response.content_type = "application/problem+json"
+    response.cache_control.no_store = True
+    return response
+
+
+def on_invalid(error: ValidationError) -> Response:
+    detail = "Correct the members or parameters that `errors` names."
+    return problem(http.UnprocessableEntity(detail), errors=error.messages)
+
+
+def on_store_error(error: Exception) -> Response:
+    told = next(STORE_ERRORS[k] for k in type(error).__mro__ if k in STORE_ERRORS)
+    members: dict[str, object] = {"type": told.type}
+    if told.status == 422:  # which always names what is wrong; here no single member is
+        members["errors"] = {}
+    response = problem(http.default_exceptions[told.status](told.detail), **members)
+    if told.status == 503:
+        current_app.logger.error("Database unavailable: %s", error)
+        response.retry_after = RETRY_AFTER
+    return response

@@ -1,0 +1,129 @@
+"""What a request says: its query, headers and body, or why they are refused.
+
+It knows nothing of what a Project is, which schemas.py says, nor of how it is kept.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NoReturn
+from urllib.parse import parse_qsl
+
+from flask import request
+from marshmallow import ValidationError
+from werkzeug import exceptions as http
+from werkzeug.datastructures import ETags
+
+import schemas
+from store import ANY, NONE, Etags, Page
+
+MAX_BODY = 64 * 1024  # bytes; a Project needs less than a KiB
+# Werkzeug silently truncates a chunked body here. The extra byte shows that it did.
+MAX_CONTENT_LENGTH = MAX_BODY + 1
+
+
+def read_page() -> Page | None:
+    """The page that the query asks for, if there is a query."""
+    # request.args raises ValueError for bytes that are not UTF-8.
+    query = request.query_string.decode(errors="replace")
+    pairs = parse_qsl(query, keep_blank_values=True)
+    if not pairs:
+        return None
+    if repeated := repeated_names(pairs):
+        raise ValidationError({name: ["Given more than once."] for name in repeated})
+    page = schemas.PAGE.load(dict(pairs))
+    return Page(page["page"], page["size"], page["after"])
+
+
+def read_key() -> str | None:
+    """The Idempotency-Key (draft-ietf-httpapi-idempotency-key-header), if any."""
+    key = request.headers.get("Idempotency-Key")
+    if key is not None and not re.fullmatch("[ -~]{1,255}", key):
+        raise http.BadRequest(
+            "An Idempotency-Key is 1 to 255 printable ASCII characters."
+        )
+    return key
+
+
+def read_known_etags() -> Etags:
+    """The ETags of If-None-Match, weak ones too (RFC 9110 13.1.2)."""
+    return etags(request.if_none_match, include_weak=True)
+
+
+def read_preconditions() -> tuple[Etags | None, Etags | None]:
+    """If-Match and If-None-Match of a request that changes something (RFC 9110 13.1)."""
+    is_any = "If-Match" not in request.headers or request.if_match.star_tag
+    if_match = ANY if is_any else etags(request.if_match, include_weak=False)
+    if_none_match = ANY if request.if_none_match.star_tag else read_known_etags()
+    return if_match, if_none_match
+
+
+def etags(header: ETags, include_weak: bool) -> Etags:
+    # Werkzeug parses an empty ETag as None.
+    return [etag for etag in header.as_set(include_weak) if etag] if header else NONE
+
+
+def read_members() -> dict[str, object]:
+    """The members of a Project that the body gives."""
+    return dict(schemas.PROJECT.load(parse(read_body())))
+
+
+def parse(body: bytes) -> Any:
+    """Raises BadRequest for what is not JSON, or gives a member twice."""
+    try:
+        return json.loads(
+            body.decode(),
+            parse_constant=reject_constant,
+            object_pairs_hook=reject_duplicates,
+        )
+    except UnicodeDecodeError as error:
+        reason = f"byte {error.start + 1} is not UTF-8"
+    except json.JSONDecodeError as error:
+        reason = f"see line {error.lineno}, column {error.colno}"
+    except ValueError:  # any other: of reject_constant, or of int() for so many digits
+        reason = "it holds NaN, Infinity or an integer of thousands of digits"
+    except RecursionError:
+        reason = "it is nested too deeply"
+    raise http.BadRequest(f"The body is not JSON: {reason}.")
+
+
+def reject_constant(name: str) -> NoReturn:
+    raise ValueError(f"JSON has no {name}")
+
+
+def reject_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Refuse a member that is given twice (I-JSON, RFC 7493 2.3)."""
+    if repeated := repeated_names(pairs):
+        name = json.dumps(repeated[0])
+        raise http.BadRequest(f"The body gives the member {name} twice.")
+    return dict(pairs)
+
+
+def repeated_names(pairs: Sequence[tuple[str, object]]) -> list[str]:
+    counts = Counter(name for name, _ in pairs)
+    return [name for name, count in counts.items() if count > 1]
+
+
+def read_body() -> bytes:
+    coding = request.headers.get("Content-Encoding", "identity")
+    if coding.strip().lower() != "identity":  # RFC 9110 15.5.16
+        raise http.UnsupportedMediaType("Send the body without a Content-Encoding.")
+    if not request.is_json:
+        detail = "Send JSON with the header Content-Type: application/json."
+        raise http.UnsupportedMediaType(detail)
+    try:
+        body = request.get_data()
+    except http.RequestEntityTooLarge:
+        raise too_large() from None
+    except Exception as error:  # the exceptions of servers share no base class
+        raise http.BadRequest("The body ended early or is malformed.") from error
+    if len(body) > MAX_BODY:
+        raise too_large()
+    if len(body) < (request.content_length or 0):
+        raise http.BadRequest("The body ended early.")
+    return body
+
+
+def too_large() -> http.RequestEntityTooLarge:
+    return http.RequestEntityTooLarge(f"The body is longer than {MAX_BODY} bytes.")
