@@ -20,12 +20,14 @@ COPY requirements.txt .
 RUN python3 -m venv --without-pip .venv \
     && pip --python .venv/bin/python install --no-cache-dir \
         --requirement requirements.txt "psycopg[binary]==3.3.9" \
-    && printf '#!/bin/sh\nexec python /opt/gardening/testservice.py "$@"\n' \
+    && printf '#!/bin/sh\ncd /opt/gardening && exec python -E -m testing.service "$@"\n' \
         > .venv/bin/gardening-test-service \
     && chmod 755 .venv/bin/gardening-test-service
 
 COPY --chmod=644 *.py openapi.json ./
+COPY --chmod=644 engines/*.py engines/
+COPY --chmod=644 testing/*.py testing/
 # The service can be imported, and its bytecode is in the image: its user cannot write any.
-RUN FLASK_DATABASE=:memory: gunicorn --check-config && python -m compileall -q *.py
+RUN FLASK_DATABASE=:memory: gunicorn --check-config && python -m compileall -q *.py engines testing
 # By number, since Kubernetes does not see from a name that it is not root.
 USER 10001

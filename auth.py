@@ -52,6 +52,12 @@ def current_store() -> Store:
     return store
 
 
+def bearer_token(authorization: str) -> str:
+    """The token in the value of the header Authorization, or "" if it holds none."""
+    scheme, _, token = authorization.partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
 def token_required(view: View) -> View:
     """Call the view with the account of the caller's token as its first argument.
 
@@ -61,10 +67,10 @@ def token_required(view: View) -> View:
     @wraps(view)
     def guarded(**arguments: str) -> Any:
         # request.authorization raises ValueError for "Basic é".
-        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not token.strip():
+        token = bearer_token(request.headers.get("Authorization", ""))
+        if not token:
             raise unauthorized("Send the header Authorization: Bearer <ACCESS_TOKEN>.")
-        caller = current_store().find_caller(digest(token.strip()))
+        caller = current_store().find_caller(digest(token))
         if caller is None:
             detail = "The token is unknown, expired or revoked: use another one."
             raise unauthorized(detail, ', error="invalid_token"')

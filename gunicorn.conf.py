@@ -79,8 +79,6 @@ access_log_format = '%({x-request-id}i)s "%(u)s" "%(m)s %(U)s" %(s)s %(B)s %(D)s
 
 def on_starting(server: Arbiter) -> None:
     """Refuse an unusable database once, here, and not in every worker."""
-    if server.cfg.default_proc_name.startswith("failures:"):
-        return  # the test service has opened it already
     # In a process of its own: what the master imported would outlive a reload.
     check = get_context("fork").Process(target=list_tokens)
     check.start()

@@ -66,11 +66,12 @@ def etags(header: ETags, include_weak: bool) -> Etags:
 
 def read_members() -> dict[str, object]:
     """The members of a Project that the body gives."""
-    return dict(schemas.PROJECT.load(parse(read_body())))
+    return dict(schemas.PROJECT.load(read_json()))
 
 
-def parse(body: bytes) -> Any:
+def read_json() -> Any:
     """Raises BadRequest for what is not JSON, or gives a member twice."""
+    body = read_body()
     try:
         return json.loads(
             body.decode(),

@@ -24,7 +24,7 @@ from store import Store
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if MEMORY:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
-pytest_plugins = ["testing"]
+pytest_plugins = ["testing.gardening_service.fixtures"]
 pytest.register_assert_rewrite("machine", "nginx")
 
 # The headless shell is the same browser without its windows, and takes less time.

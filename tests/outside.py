@@ -1,5 +1,6 @@
 """The test service as its users have it: a command among theirs, and what it leaves."""
 
+import json
 import os
 import select
 import shutil
@@ -8,7 +9,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from running import LIMIT, PROJECTS, ROOT, Client
+from running import LIMIT, PROJECTS, ROOT, Client, port_of
 
 HOSTILE = {  # settings of a user, which are not for the service
     "FLASK_DATABASE": "/no/such/folder/theirs.db",
@@ -19,9 +20,19 @@ HOSTILE = {  # settings of a user, which are not for the service
 }
 
 
-def connect(url, token):
+def connect(url, token=""):
     """A client of the service at this address."""
-    return Client(int(url.rpartition(":")[2]), token)
+    return Client(port_of(url), token)
+
+
+def steer(url, method, token="", body=None):
+    """Status and JSON of the response of the test service about its tokens."""
+    path = f"/test/tokens/{token}" if token else "/test/tokens"
+    headers = {} if body is None else {"Content-Type": "application/json"}
+    with connect(url) as client:
+        body = None if body is None else json.dumps(body)
+        status, _, content = client.fetch(method, path, body, **headers)
+    return status, json.loads(content) if content else None
 
 
 def call(url, token, method="GET", body=None):
@@ -34,6 +45,8 @@ def copy(folder):
     """The service, as a clone has it."""
     for file in [*ROOT.glob("*.py"), ROOT / "openapi.json"]:
         shutil.copy(file, folder)
+    for package in ("engines", "testing"):
+        shutil.copytree(ROOT / package, folder / package)
 
 
 def copy_broken(folder):

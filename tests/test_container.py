@@ -275,8 +275,13 @@ def context(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def code(context: Path) -> set[str]:
     """The names of the files of which the image is made."""
-    modules = {path.name for path in context.glob("*.py")}
-    return modules | {"openapi.json", "requirements.txt"}
+    modules = [
+        *context.glob("*.py"),
+        *context.glob("engines/*.py"),
+        *context.glob("testing/*.py"),
+    ]
+    names = {str(path.relative_to(context)) for path in modules}
+    return names | {"openapi.json", "requirements.txt"}
 
 
 @pytest.fixture(scope="module")
@@ -308,8 +313,9 @@ def test_build_is_sent_the_code_alone(storage: Storage, context: Path) -> None:
     file = context / "sent"
     file.write_text("FROM scratch\nCOPY . /\n")
     storage.buildah("build", "--tag=sent", f"--file={file}", context)
-    sent = {path.name for path in storage.create("sent").iterdir()}
-    assert sent == code(context)
+    root = storage.create("sent")
+    sent = {path.relative_to(root) for path in root.rglob("*") if path.is_file()}
+    assert {*map(str, sent)} == code(context)
 
 
 @needs_engine
@@ -353,7 +359,7 @@ def test_projects_outlive_their_container(
         os.kill(container.pid, signal.SIGTERM)
         log, _ = container.process.communicate(timeout=LIMIT)
         assert container.process.returncode == 0
-        assert f'"ann" "POST {PROJECTS}" 201' in log
+        assert f'"ann/1" "POST {PROJECTS}" 201' in log
     with image.serve(volume), Client(PORT, token) as client:
         assert client.call("GET", PROJECTS) == (200, [project])
     assert {file.name.removeprefix("gardening.db") for file in volume.iterdir()} <= {
@@ -483,7 +489,8 @@ def test_test_service_ends_with_its_input(
         token = json.loads(container.process.stdout.readline())["token"]
         with Client(PORT, token) as client:
             assert client.call("POST", PROJECTS, {})[0] == 201
-        container.process.communicate("ann\n", timeout=LIMIT)
+            assert client.fetch("POST", "/test/tokens")[0] == 201
+        container.process.communicate(timeout=LIMIT)
         assert container.process.returncode == 0
     assert not list(volume.iterdir())
 

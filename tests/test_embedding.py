@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,11 +14,12 @@ from outside import HOSTILE, call, connect, copy_broken, left, refuses
 from running import LIMIT, PROJECTS, ROOT, at_once, blocks, needs, run
 
 PAGE = "docs/testing.md"
-OUR_NAMES = ("app", "auth", "schemas", "store", "testing", "testservice", "tests")
+PLUGIN = "testing.gardening_service.fixtures"
+OUR_NAMES = ("app", "auth", "commands", "schemas", "store", "testing", "tests")
 
 THEIR_TESTS = """
 import json, sys, urllib.request
-import app, auth, schemas, store, testing, testservice
+import app, auth, commands, schemas, store, testing
 import pytest
 
 PROJECTS = "/api/v1/gardening/projects"
@@ -41,7 +43,7 @@ def test_two_devices_of_one_account(gardening_service):
     assert [len(each) for each in lists] == [1, 1, 0]
 
 def test_modules_are_their_own():
-    modules = (app, auth, schemas, store, testing, testservice)
+    modules = (app, auth, commands, schemas, store, testing)
     assert {module.OWNER for module in modules} == {"them"}
     assert not {"click", "flask"} & {*sys.modules}
 """
@@ -69,18 +71,41 @@ def test_before(gardening):
     pass
 
 def test_kill(gardening_service):
-    victims = [str(os.getpid())]
-    for _ in range(int(os.environ["GENERATION"])):
-        with open(f"/proc/{victims[-1]}/task/{victims[-1]}/children") as file:
-            victims.append(file.read().split()[-1])  # the newest
-    os.kill(int(victims[-1]), signal.SIGKILL)
-    os.waitid(os.P_PID, int(victims[1]), os.WEXITED | os.WNOWAIT)
+    with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as file:
+        [service] = file.read().split()
+    os.kill(int(service), signal.SIGNAL)
+    os.waitid(os.P_PID, int(service), os.WEXITED | os.WNOWAIT)
 
 def test_after(gardening):
     raise RuntimeError("reached")
 
 def test_at_last():
     pass
+"""
+
+
+LOGGING_TESTS = """
+import os, signal, urllib.error, urllib.request
+import pytest
+
+def test_it(gardening_service):
+    token = gardening_service.issue_token(fail=["500"])
+    request = urllib.request.Request(gardening_service.url + "/api/v1/gardening/projects")
+    request.add_header("Authorization", f"Bearer {token}")
+    with pytest.raises(urllib.error.HTTPError):
+        urllib.request.urlopen(request)
+    with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as file:
+        [service] = file.read().split()
+    os.kill(int(service), signal.SIGKILL)
+    gardening_service.issue_token()
+"""
+STOPPING_TEST = """
+import os, signal
+
+def test_it(gardening_service):
+    with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as file:
+        [service] = file.read().split()
+    os.kill(int(service), signal.SIGSTOP)
 """
 
 
@@ -109,8 +134,8 @@ def python(clone, tmp_path_factory):
     """A Python that has installed what the page says, and xdist."""
     [command] = blocks(PAGE, "pytest")
     *pip, package, requests = command.replace('"', "").split()
-    assert [*pip, package] == ["pip", "install", "PATH[testing]"]
-    package = package.replace("PATH", str(clone))
+    assert [*pip, package] == ["pip", "install", "./CLONE[testing]"]
+    package = package.replace("./CLONE", str(clone))
     folder = tmp_path_factory.mktemp("copied")
     return install(folder, package, requests, "pytest-xdist")
 
@@ -183,37 +208,92 @@ def test_nothing_is_left_when_a_run_is_ended(python, tmp_path, environment, name
     assert refuses((tmp_path / "url").read_text())
 
 
-def test_nothing_of_ours_is_at_the_top_of_their_packages(python):
+IMPORT_ALL = """
+import importlib, os, sys
+import gardening_service
+
+[folder] = gardening_service.__path__
+for path, folders, files in os.walk(folder):
+    folders[:] = [name for name in folders if name.isidentifier()]
+    package = os.path.relpath(path, os.path.dirname(folder)).replace("/", ".")
+    for name, kind in map(os.path.splitext, files):
+        if kind == ".py":
+            print(importlib.import_module(f"{package}.{name}").__name__)
+"""
+
+
+def test_every_module_of_ours_can_be_imported_and_none_is_at_the_top(python):
     code = f"import importlib.util as u; print([u.find_spec(n) for n in {OUR_NAMES}])"
     ended = run(python, "-c", code, folder="/")
     assert ended.stdout == f"{[None] * len(OUR_NAMES)}\n"
+    ended = run(python, "-c", IMPORT_ALL, folder="/")
+    assert {*ended.stdout.split()} == {
+        "gardening_service.__init__",
+        "gardening_service.fixtures",
+    }
+
+
+@pytest.mark.parametrize("name", ["python", "editable"])
+def test_service_cannot_be_imported_by_a_wrong_name(request, name):
+    """It is not there, in place of failing at its own imports."""
+    python = request.getfixturevalue(name)
+    ended = run(python, "-c", "import gardening_service.app", status=1, folder="/")
+    assert "No module named 'gardening_service.app'" in ended.stderr
+
+
+def test_read_only_clone_can_be_installed(clone, tmp_path):
+    """By the command of the page, which has pip work on a copy."""
+    command = r'`pip install "\S+ @ (git\+file://\S+)"`'
+    [package] = re.findall(command, (ROOT / PAGE).read_text())
+    run("git", "init", "--quiet", folder=clone)
+    run("git", "add", "--all", folder=clone)
+    commit = ["-c", "user.name=x", "-c", "user.email=x", "commit", "--quiet", "-mx"]
+    run("git", *commit, folder=clone)
+    wheel = ["wheel", "--no-deps", "--quiet", f"--wheel-dir={tmp_path}"]
+    package = package.replace("/path/to/CLONE", str(clone))
+    run(sys.executable, "-m", "pip", *wheel, package, folder="/")
+    assert list(tmp_path.glob("gardening_project_service-*.whl"))
 
 
 def test_fixture_of_a_service_that_does_not_start_says_why(tmp_path, environment):
     copy_broken(tmp_path)
     (tmp_path / "test_it.py").write_text("def test_it(gardening): pass")
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    command = [sys.executable, "-m", "pytest", "-p", "testing"]
+    command = [sys.executable, "-m", "pytest", "-p", PLUGIN]
     ended = run(*command, status=1, folder=tmp_path, environment=environment)
     assert "The service did not start:" in ended.stdout
     assert "RuntimeError: no soil" in ended.stdout
 
 
-@pytest.mark.parametrize("generation", [1, 2], ids=["command", "gunicorn"])
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
 def test_end_of_the_service_is_told_at_the_next_call_and_at_the_end(
-    tmp_path, environment, generation
+    tmp_path, environment, name
 ):
-    (tmp_path / "test_it.py").write_text(KILLING_TESTS)
-    environment |= {"GENERATION": str(generation), "PYTHONPATH": str(ROOT)}
-    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    command = [sys.executable, "-m", "pytest", "-Werror", "-p", "testing", tmp_path]
+    (tmp_path / "test_it.py").write_text(KILLING_TESTS.replace("SIGNAL", name))
+    environment |= {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, "-m", "pytest", "-Werror", "-p", PLUGIN, tmp_path]
     ended = run(*command, status=1, folder=tmp_path, environment=environment)
     assert "3 passed, 2 errors" in ended.stdout
     assert "ERROR at setup of test_after" in ended.stdout
     assert "ERROR at teardown of test_at_last" in ended.stdout
-    assert ended.stdout.count("\nThe service has ended: ") == 2
-    assert ("The service has ended.\n" in ended.stdout) == (generation == 2)
-    assert "BrokenPipeError" not in ended.stdout
+    assert ended.stdout.count("\nThe service has ended") == 2
+
+
+def test_end_of_the_service_is_told_with_its_log(tmp_path, environment):
+    (tmp_path / "test_it.py").write_text(LOGGING_TESTS)
+    environment |= {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, "-m", "pytest", "-p", PLUGIN, tmp_path]
+    ended = run(*command, status=1, folder=tmp_path, environment=environment)
+    assert "RuntimeError: planned for this token" in ended.stdout
+
+
+def test_service_that_does_not_end_is_killed(tmp_path, environment):
+    (tmp_path / "test_it.py").write_text(STOPPING_TEST)
+    environment |= {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, "-m", "pytest", "-p", PLUGIN, tmp_path]
+    ended = run(*command, status=1, folder=tmp_path, environment=environment)
+    assert "1 passed, 1 error" in ended.stdout
+    assert "TimeoutExpired" in ended.stdout
 
 
 def test_fixture_issues_expired_tokens(gardening_service):
@@ -224,11 +304,50 @@ def test_fixture_issues_expired_tokens(gardening_service):
     assert call(gardening_service.url, gardening_service.issue_token("ann"))[0] == 200
 
 
-@pytest.mark.parametrize("account", [" ", "a\nb", "\0"])
+@pytest.mark.parametrize("account", ["", " ", "a\nb", "\0"])
 def test_fixture_refuses_what_cannot_be_an_account(gardening_service, account):
     with pytest.raises(ValueError, match="ACCOUNT is 1 to 255 printable"):
         gardening_service.issue_token(account)
     assert gardening_service.issue_token(account="ann")
+
+
+def test_fixture_refuses_a_plan_that_is_a_string(gardening, gardening_service):
+    for service in (gardening, gardening_service):
+        with pytest.raises(ValueError, match=r"fail=\['lost'\]"):
+            service.issue_token(fail="lost")
+
+
+def test_fixture_shows_what_is_left_of_a_plan(gardening_service):
+    token = gardening_service.issue_token(fail=("429", "502"))
+    for rest in (["429", "502"], ["502"], []):
+        assert gardening_service.left(token) == rest
+        call(gardening_service.url, token)
+
+
+def test_fixture_revokes_tokens(gardening, gardening_service):
+    gardening_service.revoke(gardening.token)
+    assert call(gardening.url, gardening.token)[0] == 401
+    for ask in (gardening_service.left, gardening_service.revoke):
+        for unknown in (gardening.token, "a b\n", "ü"):
+            with pytest.raises(ValueError, match="There is no such token"):
+                ask(unknown)
+
+
+def test_fixture_of_a_test_issues_tokens_of_its_own_account(
+    gardening, gardening_service
+):
+    tokens = [
+        gardening.issue_token(),
+        gardening.issue_token(fail=["429"]),
+        gardening.issue_token(expired=True),
+        gardening_service.issue_token(gardening.account),
+        gardening_service.issue_token(),
+    ]
+    assert call(gardening.url, gardening.token, "POST", {})[0] == 201
+    answers = [call(gardening.url, token) for token in tokens]
+    assert [status for status, _ in answers] == [200, 429, 401, 200, 200]
+    assert [len(answers[number][1]) for number in (0, 3, 4)] == [1, 1, 0]
+    assert gardening.headers == {"Authorization": f"Bearer {gardening.token}"}
 
 
 def test_fixture_gives_each_thread_its_own_tokens(gardening_service):
@@ -309,11 +428,8 @@ def test_command_for_a_container_starts_the_service(tmp_path, paths):
     (tmp_path / "docker").chmod(0o700)
     paths["PATH"] = f"{tmp_path}:{paths['PATH']}"
     example = example.replace("--bind 0.0.0.0:8000", "--bind 0.0.0.0:0")
-    ended = run("sh", "-ec", example, environment=paths, input="ann\n")
-    assert [list(json.loads(line)) for line in ended.stdout.splitlines()] == [
-        ["url", "token"],
-        ["token"],
-    ]
+    ended = run("sh", "-ec", example, environment=paths, input="")
+    assert [*json.loads(ended.stdout)] == ["url", "token"]
 
 
 def test_example_in_the_same_process_passes(tmp_path):
@@ -328,7 +444,7 @@ def test_example_in_the_same_process_passes(tmp_path):
 
 def test_every_block_of_the_page_is_run_here():
     fences = (ROOT / PAGE).read_text().count("\n```") // 2
-    languages = ("sh", "python", "js", "bash")
+    languages = ("sh", "python", "js", "bash", "text")
     counts = {language: len(blocks(PAGE, language=language)) for language in languages}
-    assert counts == {"sh": 2, "python": 3, "js": 1, "bash": 1}
+    assert counts == {"sh": 2, "python": 3, "js": 1, "bash": 1, "text": 1}
     assert fences == sum(counts.values())

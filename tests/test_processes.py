@@ -4,7 +4,6 @@ import http.client
 import json
 import os
 import random
-import shutil
 import signal
 import socket
 import sqlite3
@@ -15,11 +14,11 @@ from pathlib import Path
 
 import pytest
 from conftest import token_on
+from outside import copy
 from running import (
     BIN,
     LIMIT,
     PROJECTS,
-    ROOT,
     TWO_WORKERS,
     Client,
     at_once,
@@ -254,8 +253,7 @@ def test_unusable_database_is_refused_at_start(environment, path, command):
 
 
 def test_newcomer_is_told_the_next_step(tmp_path):
-    for module in [*ROOT.glob("*.py"), ROOT / "openapi.json"]:
-        shutil.copy(module, tmp_path)
+    copy(tmp_path)
     with flask_run(None, folder=tmp_path) as (_, printed):
         assert printed[0].startswith("No access token yet.")
         command = printed[1].split()

@@ -3,24 +3,35 @@
 import http.client
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 import uuid
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from outside import HOSTILE, call, connect, copy_broken, left, marked, refuses
-from running import LIMIT, PROJECTS, ROOT, run
+from outside import HOSTILE, call, connect, copy_broken, left, marked, refuses, steer
+from running import LIMIT, PROJECTS, ROOT, at_once, port_of, run, wait_for
 
-COMMAND = [sys.executable, str(ROOT / "testservice.py")]
+from app import create_app
+
+COMMAND = [sys.executable, "-E", "-m", "testing.service"]
 AT_TERMINAL = "import os, sys; os.login_tty(0); os.execv(sys.argv[1], sys.argv[1:])"
+IN_BACKGROUND = """
+import os, sys
+os.login_tty(0)
+if os.fork():
+    os.wait()
+else:
+    os.setpgid(0, 0)
+    os.execv(sys.argv[1], sys.argv[1:])
+"""
 AS_PARENT = "import subprocess, sys; subprocess.run(sys.argv[1:], stdin=-1, check=True)"
-FOREIGN = ("FLASK_", "GARDENING_", "GUNICORN_", "PYTHON", "WEB_CONCURRENCY")
+IMPORTS = "import app, gunicorn.app.base, gunicorn.workers.gthread"
 
 
 class Service:
@@ -31,30 +42,6 @@ class Service:
 
     def read(self):
         return json.loads(self.process.stdout.readline())
-
-    def ask(self, line):
-        print(line, file=self.process.stdin, flush=True)
-        return self.read()
-
-    @property
-    def gunicorn(self):
-        """The process ids: of the master, then of its worker."""
-        return [
-            pid
-            for pid in marked(self.mark)
-            if b"\0gunicorn\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        ]
-
-    @property
-    def keeper(self):
-        """The process id of the command's child that is not gunicorn."""
-        [keeper] = {*marked(self.mark)} - {self.process.pid, *self.gunicorn}
-        return keeper
-
-    @property
-    def folder(self):
-        [folder] = self.place.iterdir()
-        return folder
 
     def errors(self):
         """What it said on standard error; fails if it does not end, or leaves anything.
@@ -78,7 +65,9 @@ def start(tmp_path):
     place.mkdir()
 
     @contextmanager
-    def start(*options, command=COMMAND, stdin=subprocess.PIPE, **variables):
+    def start(
+        *options, command=COMMAND, stdin=subprocess.PIPE, folder=ROOT, **variables
+    ):
         mark = f"MARK={uuid.uuid4()}"
         environment = os.environ | {"TMPDIR": str(place), "MARK": mark[5:]} | variables
         process = subprocess.Popen(
@@ -87,6 +76,7 @@ def start(tmp_path):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            cwd=folder,
             env=environment,
         )
         limit = threading.Timer(LIMIT, process.kill)
@@ -108,51 +98,132 @@ def service(start):
         yield service
 
 
-def test_input_and_output_are_lines_of_json(service):
+def issue(url, **members):
+    status, issued = steer(url, "POST", body=members)
+    assert status == 201
+    return issued["token"]
+
+
+def test_it_is_one_process_that_says_where_it_is(service):
     ready = service.read()
     assert ready == {"url": ready["url"], "token": ready["token"]}
-    tokens = [ready["token"]]
-    for line in ["ann", "", "ann", '{"account": "ann"}', "{}", "Zoë O'Hara"]:
-        answer = service.ask(line)
-        assert list(answer) == ["token"]
-        tokens.append(answer["token"])
+    assert call(**ready, method="POST", body={"name": "Park"})[0] == 201
+    assert len(call(**ready)[1]) == 1
+    assert marked(service.mark) == [service.process.pid]
+
+
+def test_tokens_of_an_account_see_the_same_projects(gardening_service):
+    url, ann = gardening_service.url, os.urandom(8).hex()
+    tokens = [issue(url, account=ann), issue(url), issue(url, account=ann)]
     for token in tokens:
-        assert call(ready["url"], token, "POST", {})[0] == 201
-    lists = [call(ready["url"], token)[1] for token in tokens]
-    assert [len(projects) for projects in lists] == [1, 3, 1, 3, 3, 1, 1]
-    assert lists[1] == lists[3] == lists[4]
+        assert call(url, token, "POST", {})[0] == 201
+    assert [len(call(url, token)[1]) for token in tokens] == [2, 1, 2]
 
 
-WRONG = [
-    " ",
-    "a\tb",
-    "a\u2028b",
-    "{",
-    "{} {}",
-    '{"account": null}',
-    '{"account": 1}',
-    '{"account": "\\ud800"}',
-    '{"account": "a\\u0000"}',
-    '{"account": "ann", "expired": 1}',
-    '{"account": "ann", "expired": "true"}',
-    '{"account": "ann", "expires": true}',
-    '{"Account": "ann"}',
-    '{"account": ' + "9" * 5000 + "}",
-    '{"account": ' * 100_000,
+GIVEN = [
+    {},
+    {"account": None, "expired": None, "fail": None},
+    {"account": "Zoë O'Hara", "expired": False, "fail": []},
+    {"account": "Zoe\u0308", "fail": ["lost", "429"]},
 ]
 
 
-@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
-def test_wrong_line_is_answered_with_an_error(start, errors):
-    with start(PYTHONIOENCODING=f"utf-8:{errors}") as service:
-        service.read()
-        for line in [line.encode() for line in WRONG] + [b"\xff"]:
-            service.process.stdin.buffer.write(line + b"\n")
-            answer = service.ask("ann")
-            assert list(answer) == ["error"], line
-            assert answer["error"]
-            assert "\n" not in answer["error"]
-            assert list(service.read()) == ["token"]
+@pytest.mark.parametrize("given", GIVEN, ids=str)
+def test_issued_token_is_told_with_its_account_and_plan(gardening_service, given):
+    status, issued = steer(gardening_service.url, "POST", body=given)
+    assert status == 201
+    assert {*issued} == {"token", "account", "fail"}
+    assert issued["token"].startswith("gardening_")
+    account = given.get("account") or issued["account"]
+    assert issued["account"] == account.replace("e\u0308", "ë")
+    assert issued["fail"] == (given.get("fail") or [])
+    found = steer(gardening_service.url, "GET", issued.pop("token"))
+    assert found == (200, issued)
+
+
+def test_nothing_at_all_is_an_empty_object(gardening_service):
+    status, issued = steer(gardening_service.url, "POST")
+    assert status == 201
+    assert call(gardening_service.url, issued["token"]) == (200, [])
+
+
+JSON = "application/json"
+WRONG = [
+    (b"{", JSON, 400, None),
+    (b"", JSON, 400, None),
+    (b"{} {}", JSON, 400, None),
+    (b"\xff", JSON, 400, None),
+    (b'{"account": NaN}', JSON, 400, None),
+    (b'{"account": "ann", "account": "bob"}', JSON, 400, None),
+    (b'{"account": ' * 5_000, JSON, 400, None),
+    (b'{"account": ' + b"9" * 5000 + b"}", JSON, 400, None),
+    (b"{}", "text/plain", 415, None),
+    (b"{}", None, 415, None),
+    (b" " * 70_000, JSON, 413, None),
+    (b"[]", JSON, 422, "_schema"),
+    (b"null", JSON, 422, "_schema"),
+    (b'{"account": 1}', JSON, 422, "account"),
+    (b'{"account": ""}', JSON, 422, "account"),
+    (b'{"account": " "}', JSON, 422, "account"),
+    (b'{"account": "a\\u0000"}', JSON, 422, "account"),
+    (b'{"account": "\\ud800"}', JSON, 422, "account"),
+    (b'{"account": "a\\u2028b"}', JSON, 422, "account"),
+    (b'{"Account": "ann"}', JSON, 422, "Account"),
+    (b'{"expires": true}', JSON, 422, "expires"),
+    (b'{"expired": "true"}', JSON, 422, "expired"),
+    (b'{"fail": "lost"}', JSON, 422, "fail"),
+    (b'{"fail": ["lost", "5O3"]}', JSON, 422, "fail"),
+]
+
+
+@pytest.mark.parametrize(("body", "kind", "status", "member"), WRONG)
+def test_wrong_request_is_refused_as_that_of_a_project_is(
+    gardening_service, body, kind, status, member
+):
+    headers = {"Content-Type": kind} if kind else {}
+    with connect(gardening_service.url) as client:
+        response = client.fetch("POST", "/test/tokens", body, **headers)
+    problem = json.loads(response[2])
+    assert (response[0], problem["status"]) == (status, status)
+    assert response[1]["Content-Type"] == "application/problem+json"
+    assert [*problem.get("errors", {})] == [member] * (member is not None)
+
+
+def test_what_is_left_of_a_plan_can_be_read(gardening_service):
+    url = gardening_service.url
+    token = issue(url, account="ann", fail=["429", "none", "502"])
+    for rest in (["none", "502"], ["502"], [], []):
+        call(url, token)
+        assert steer(url, "GET", token) == (200, {"account": "ann", "fail": rest})
+
+
+def test_revoked_token_gets_401_and_is_forgotten(gardening_service):
+    url = gardening_service.url
+    token, other = issue(url, account="ann"), issue(url, account="ann")
+    assert steer(url, "DELETE", token) == (204, None)
+    assert [call(url, each)[0] for each in (token, other)] == [401, 200]
+    for method in ("GET", "DELETE"):
+        status, problem = steer(url, method, token)
+        assert (status, problem["detail"]) == (404, "There is no such token.")
+
+
+def test_no_plan_applies_to_the_paths_that_steer(gardening_service):
+    token = issue(gardening_service.url, fail=["429", "401"])
+    with connect(gardening_service.url, token) as client:
+        for _ in range(3):
+            assert client.fetch("POST", "/test/tokens")[0] == 201
+            status, _, content = client.fetch("GET", f"/test/tokens/{token}")
+            assert (status, json.loads(content)["fail"]) == (200, ["429", "401"])
+
+
+def test_only_the_test_service_can_be_steered(gardening_service):
+    with connect(gardening_service.url) as client:
+        document = json.loads(client.fetch("GET", "/openapi.json")[2])
+        assert client.fetch("PATCH", "/test/tokens")[0] == 405
+    assert not [path for path in document["paths"] if path.startswith("/test")]
+    app = create_app({"DATABASE": ":memory:"})
+    assert not [rule for rule in app.url_map.iter_rules() if "/test" in rule.rule]
+    app.extensions["store"].close()
 
 
 def test_service_announces_that_it_closes_on_an_unread_body(gardening_service):
@@ -162,12 +233,71 @@ def test_service_announces_that_it_closes_on_an_unread_body(gardening_service):
             assert (status, headers["Connection"]) == (401, connection)
 
 
+def test_malformed_request_gets_the_response_of_production(gardening_service):
+    address = ("127.0.0.1", port_of(gardening_service.url))
+    with socket.create_connection(address, LIMIT) as connection:
+        connection.sendall(b"GET / HTTP/9.9\r\n\r\n")
+        response = http.client.HTTPResponse(connection)
+        response.begin()
+        assert response.headers["Content-Type"] == "application/problem+json"
+        assert json.load(response)["status"] == response.status == 400
+
+
+def test_sixty_slow_requests_take_three_seconds_and_hold_up_nobody(gardening_service):
+    url = gardening_service.url
+    slow = [gardening_service.issue_token(fail=["slow"]) for _ in range(60)]
+    good = gardening_service.issue_token()
+    begun = threading.Barrier(61)
+
+    def work(number):
+        begun.wait(LIMIT)
+        started = time.monotonic()
+        if number < 60:
+            assert call(url, slow[number], "POST", {})[0] == 201
+            return time.monotonic() - started
+        while any(gardening_service.left(token) for token in slow):
+            pass  # until all sixty wait
+        started = time.monotonic()
+        assert call(url, good) == (200, [])
+        return time.monotonic() - started
+
+    *waited, held_up = at_once(work, 61)
+    assert held_up < 2
+    assert min(waited) >= 3
+    assert max(waited) < 6  # which two rounds would take
+
+
+def test_memory_and_start_stay_small(start):
+    """The start is compared with the imports of what it serves, the best of five."""
+    starts, imports = [], []
+    for _ in range(5):
+        begun = time.monotonic()
+        with start() as service:
+            ready = service.read()
+            starts.append(time.monotonic() - begun)
+            at_once(lambda _, ready=ready: call(**ready))
+            rollup = Path(f"/proc/{service.process.pid}/smaps_rollup").read_text()
+        [pss] = [line for line in rollup.splitlines() if line.startswith("Pss:")]
+        assert int(pss.split()[1]) < 60_000  # KiB
+        begun = time.monotonic()
+        run(sys.executable, "-E", "-c", IMPORTS)
+        imports.append(time.monotonic() - begun)
+    assert min(starts) < 1.6 * min(imports)
+
+
 def test_end_of_input_ends_it(service):
     url = service.read()["url"]
-    assert len(marked(service.mark)) == 4
     assert service.errors() == ""
     assert service.process.returncode == 0
     assert refuses(url)
+
+
+def test_what_is_written_to_its_input_means_nothing(service):
+    ready = service.read()
+    print("ann", file=service.process.stdin, flush=True)
+    assert call(**ready) == (200, [])
+    assert service.errors() == ""
+    assert service.process.returncode == 0
 
 
 # As a script has it for what it starts with `&`.
@@ -176,25 +306,20 @@ IGNORING = ["sh", "-c", 'trap "" INT TERM; exec "$@"', "sh", *COMMAND]
 
 @pytest.mark.parametrize("command", [COMMAND, IGNORING], ids=["", "ignored"])
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_signal_ends_it(start, command, name):
+def test_signal_ends_it_at_once(start, command, name):
+    """Also while a connection is open and a response is on its way."""
     with start(command=command) as service:
-        url = service.read()["url"]
-        service.process.send_signal(signal.Signals[name])
-        assert service.process.wait(LIMIT) == 0
+        ready = service.read()
+        token = issue(ready["url"], fail=["slow"])
+        with connect(ready["url"], token) as client:
+            client.request("GET", PROJECTS, headers=client.authorization)
+            wait_for(lambda: steer(ready["url"], "GET", token)[1]["fail"] == [])
+            service.process.send_signal(signal.Signals[name])
+            assert service.process.wait(LIMIT) == 0
+            with pytest.raises(ConnectionError):
+                client.getresponse()
         assert service.errors() == ""
-        assert refuses(url)
-
-
-def test_signal_to_each_of_its_processes_ends_it(start):
-    """As from pkill -f."""
-    with start() as service:
-        url = service.read()["url"]
-        for pid in marked(service.mark):
-            with suppress(ProcessLookupError):  # it ended with one before
-                os.kill(pid, signal.SIGTERM)
-        service.process.wait(LIMIT)
-        service.errors()
-        assert refuses(url)
+        assert refuses(ready["url"])
 
 
 @pytest.mark.parametrize("command", [[], [sys.executable, "-c", AS_PARENT]])
@@ -206,12 +331,13 @@ def test_kill_of_it_or_of_its_parent_ends_it(start, command):
         assert refuses(url)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_kill_while_it_starts_leaves_nothing(start, count):
+@pytest.mark.parametrize("loaded", ["python", "_sqlite3", "_ssl"])
+def test_kill_while_it_starts_leaves_nothing(start, loaded):
     with start() as service:
-        while len(marked(service.mark)) < count:
-            assert service.process.poll() is None
+        maps = Path(f"/proc/{service.process.pid}/maps")
+        wait_for(lambda: loaded in maps.read_text())
         service.process.kill()
+        service.process.stdout.read()  # the line may be there already
         assert service.errors() == ""
 
 
@@ -224,13 +350,48 @@ def test_other_input_does_not_end_it(start, tmp_path, name):
         start(command=closing if name == "closed" else COMMAND, stdin=file) as service,
     ):
         ready = service.read()
-        if name == "file":
-            assert [list(service.read()) for _ in range(2)] == [["token"], ["token"]]
         with pytest.raises(subprocess.TimeoutExpired):
             service.process.wait(timeout=0.3)
         assert call(**ready) == (200, [])
         service.process.terminate()
         assert service.process.wait(LIMIT) == 0
+        assert service.errors() == ""
+
+
+def test_socket_that_closes_ends_it(start):
+    ours, theirs = socket.socketpair()
+    with ours, start(stdin=theirs) as service:
+        theirs.close()
+        url = service.read()["url"]
+        ours.close()
+        assert service.process.wait(LIMIT) == 0
+        assert service.errors() == ""
+        assert refuses(url)
+
+
+def test_input_that_does_not_block_is_waited_for(start):
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    with open(reading) as stdin, start(stdin=stdin) as service:
+        ready = service.read()
+        os.write(writing, b"ann\n")
+        assert call(**ready) == (200, [])
+        assert service.process.poll() is None
+        os.close(writing)
+        assert service.process.wait(LIMIT) == 0
+        assert service.errors() == ""
+
+
+def test_it_goes_on_when_a_parent_that_gave_it_no_input_ends(start):
+    leaving = 'exec 3<&0; "$@" </dev/null & '
+    command = ["sh", "-c", leaving, "sh", *COMMAND]
+    with start(command=command) as service:
+        ready = service.read()
+        service.process.wait(LIMIT)
+        for _ in range(3):
+            assert call(**ready) == (200, [])
+        [pid] = marked(service.mark)
+        os.kill(pid, signal.SIGTERM)
         assert service.errors() == ""
 
 
@@ -244,9 +405,6 @@ def test_key_ends_it_at_a_terminal(start, key):
         start(command=at_terminal, stdin=keyboard) as service,
     ):
         assert list(json.loads(screen.readline())) == ["url", "token"]
-        os.write(ours, b"ann\n")
-        assert screen.readline() == b"ann\r\n"  # the echo
-        assert list(json.loads(screen.readline())) == ["token"]
         os.write(ours, key)
         assert service.process.wait(LIMIT) == 0
         assert service.errors() == ""
@@ -273,22 +431,42 @@ def test_closed_terminal_ends_it(start, command):
         assert refuses(url)
 
 
+def test_job_in_the_background_is_not_stopped_by_its_terminal(start):
+    ours, theirs = os.openpty()
+    in_background = [sys.executable, "-c", IN_BACKGROUND, *COMMAND]
+    with (
+        open(ours, "rb", buffering=0) as screen,
+        open(theirs, "r+b", buffering=0) as keyboard,
+        start(command=in_background, stdin=keyboard) as service,
+    ):
+        ready = json.loads(screen.readline())
+        [job] = {*marked(service.mark)} - {service.process.pid}
+        os.write(ours, b"for the shell\n")
+        state = Path(f"/proc/{job}/status")
+        threads = Path(f"/proc/{job}/task")
+        # It no longer reads its terminal, or was stopped.
+        wait_for(lambda: len([*threads.iterdir()]) == 1 or "T (" in state.read_text())
+        assert call(**ready) == (200, [])
+        os.kill(job, signal.SIGTERM)
+        assert service.process.wait(LIMIT) == 0
+        assert service.errors() == ""
+
+
+def test_hangup_that_is_ignored_does_not_end_it(start):
+    with start(command=DEAF, stdin=subprocess.DEVNULL) as service:
+        ready = service.read()
+        service.process.send_signal(signal.SIGHUP)
+        assert call(**ready) == (200, [])
+        service.process.terminate()
+        assert service.process.wait(LIMIT) == 0
+
+
 def test_settings_of_the_caller_do_not_reach_the_service(start, tmp_path):
-    for name in ("app", "auth", "schemas", "store"):
+    for name in ("app", "auth", "flask", "schemas", "store", "testing"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('theirs')")
     with start(PYTHONPATH=str(tmp_path), PYTHONOPTIMIZE="2", **HOSTILE) as service:
         ready = service.read()
         assert call(**ready, method="POST", body={"name": "Park"})[0] == 201
-        assert len(service.gunicorn) == 2
-        for pid in service.gunicorn:
-            streams = {os.readlink(f"/proc/{pid}/fd/{number}") for number in (0, 1)}
-            assert streams == {os.devnull}
-            environment = dict(
-                line.split("=", 1)
-                for line in Path(f"/proc/{pid}/environ").read_text().split("\0")[:-1]
-            )
-            found = {k: v for k, v in environment.items() if k.startswith(FOREIGN)}
-            assert found == {"FLASK_DATABASE": str(service.folder / "gardening.db")}
         assert service.errors() == ""
 
 
@@ -307,21 +485,24 @@ def test_help_explains_it_on_one_screen(option):
     ended = run(*COMMAND, option, stdin=subprocess.DEVNULL)
     assert ended.stderr == ""
     assert len(ended.stdout.splitlines()) <= 16
-    for word in ("--bind HOST:PORT", "url", "token", "expired", "fail", "error"):
+    for word in ("--bind HOST:PORT", "url", "token", "expired", "fail", "/test/tokens"):
         assert word in ended.stdout
     for word in ("SIGTERM", "/dev/null"):
         assert word in ended.stdout
 
 
+NO_ADDRESS = ["x", "h:x", ":-1", "::1:0", "[::1", "127.0.0.1:70000", "a..b:0"]
+
+
 @pytest.mark.parametrize(
-    "option",
-    ["--port=1", "x", "--bind", *(f"--bind={x}" for x in ("x", "h:x", ":-1", "::1:0"))],
+    "option", ["--port=1", "x", "--bind", *(f"--bind={x}" for x in NO_ADDRESS)]
 )
 def test_wrong_option_is_one_line(option):
     ended = run(*COMMAND, option, status=2, stdin=subprocess.DEVNULL)
     assert ended.stdout == ""
     assert ended.stderr.startswith("gardening-test-service: error: ")
     assert ended.stderr.count("\n") == 1
+    assert ("[HOST]:PORT" in ended.stderr) == ("=" in option and "port" not in option)
 
 
 def test_bind_chooses_the_address_which_must_be_free(start):
@@ -337,7 +518,7 @@ def test_bind_chooses_the_address_which_must_be_free(start):
         assert service.read()["url"] == f"http://{address}"
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", ""])
+@pytest.mark.parametrize("host", ["0.0.0.0", "", "localhost"])
 def test_address_that_it_prints_can_be_called(start, host):
     with start("--bind", f"{host}:0") as service:
         ready = service.read()
@@ -345,162 +526,38 @@ def test_address_that_it_prints_can_be_called(start, host):
         assert call(**ready) == (200, [])
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
+@pytest.mark.parametrize("host", ["[::1]", "[::]"])
+def test_ipv6_takes_brackets(start, host):
+    with start("--bind", f"{host}:0") as service:
+        ready = service.read()
+        assert ready["url"].startswith("http://[::1]:")
+        client = http.client.HTTPConnection(ready["url"].removeprefix("http://"))
+        client.timeout = LIMIT
+        client.request("GET", "/api/v1/hello-service")
+        assert client.getresponse().status == 200
+        client.close()
+
+
 def test_service_that_does_not_start_says_why(start, tmp_path):
     copy_broken(tmp_path)
-    command = [sys.executable, str(tmp_path / "testservice.py")]
-    with start(command=command, stdin=subprocess.DEVNULL) as service:
+    with start(folder=tmp_path, stdin=subprocess.DEVNULL) as service:
         assert service.process.wait(LIMIT) == 1
         assert "RuntimeError: no soil" in service.errors()
 
 
-def test_missing_folder_for_its_data_is_named(start, tmp_path):
-    with start(TMPDIR=str(tmp_path / "missing")) as service:
-        [line] = service.errors().splitlines()
-        assert service.process.returncode == 1
-        assert str(tmp_path / "missing") in line
-
-
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
-def test_service_that_somebody_ends_ends_the_command(service, name):
-    url = service.read()["url"]
-    os.kill(service.gunicorn[0], signal.Signals[name])
-    assert service.process.wait(LIMIT) == 1
-    assert "The service has ended." in service.errors()
-    assert refuses(url)
-
-
-def test_kill_of_its_keeper_ends_it(service):
-    url = service.read()["url"]
-    os.kill(service.keeper, signal.SIGKILL)
-    assert service.process.wait(LIMIT) == 1
-    assert "The service has ended." in service.errors()
-    assert refuses(url)
-
-
-@pytest.mark.parametrize("count", [1, 2], ids=["alone", "beside gunicorn"])
-def test_kill_of_its_keeper_while_it_starts_leaves_nothing(start, count):
-    """As soon as the command has so many children, of which the keeper is the first."""
-    with start() as service:
-        pid = service.process.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children")
-        while len(found := children.read_text().split()) < count:
-            assert service.process.poll() is None
-        os.kill(int(found[0]), signal.SIGKILL)
-        assert service.process.wait(LIMIT) == 1
-        assert "The service has ended." in service.errors()
-
-
-def test_kill_of_it_and_of_its_keeper_leaves_no_process(service):
-    """As from pkill -9 -f; nobody is left to remove the folder."""
-    url, keeper = service.read()["url"], service.keeper
-    service.process.send_signal(signal.SIGSTOP)
-    os.kill(keeper, signal.SIGKILL)
-    service.process.kill()
-    service.process.communicate(timeout=LIMIT)
-    assert left(service.mark) == []
-    assert refuses(url)
-
-
-def test_folder_for_its_data_is_private_and_may_be_relative(
-    start, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    with start(TMPDIR="place") as service:
-        assert call(**service.read(), method="POST", body={})[0] == 201
-        assert {file.name for file in service.folder.glob("*.db")} == {"gardening.db"}
-        assert service.folder.stat().st_mode & 0o777 == 0o700
-        service.process.terminate()
-        assert service.errors() == ""
-
-
-@pytest.fixture
-def small_disk(start, tmp_path):
-    """The place for the service's folder, of a MiB."""
-    mount = [
-        "mount",
-        "-t",
-        "tmpfs",
-        "-o",
-        "size=1m,nr_inodes=99",
-        "tmpfs",
-        tmp_path / "place",
-    ]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("no right to mount a small disk")
-    yield tmp_path / "place"
-    run("umount", "--lazy", tmp_path / "place")
-
-
-def fill(disk):
-    with suppress(OSError), open(disk / "filler", "wb", buffering=0) as file:
-        while True:
-            file.write(bytes(512))
-
-
-def test_full_folder_at_the_start_is_one_line(small_disk, start):
-    fill(small_disk)
-    with start() as service:
-        _, errors = service.process.communicate(timeout=LIMIT)
-        assert service.process.returncode == 1
-        assert errors.count("\n") == 1
-        assert str(small_disk) in errors
-        assert [file.name for file in small_disk.iterdir()] == ["filler"]
-
-
-@pytest.mark.parametrize("line", ["", '{"fail": ["lost"]}'])
-def test_full_folder_is_an_error_until_there_is_room(small_disk, start, line):
-    with start() as service:
-        service.read()
-        fill(small_disk)
-        while list(answer := service.ask(line)) == ["token"]:
-            pass
-        assert list(answer) == ["error"]
-        (small_disk / "filler").unlink()
-        assert list(service.ask(line)) == ["token"]
-        service.process.stdin.close()
-        assert service.process.wait(LIMIT) == 0
-
-
-def test_folder_without_room_for_a_plan_is_an_error(small_disk, start):
-    with start() as service:
-        service.read()
-        with suppress(OSError):
-            for number in range(99):
-                (small_disk / str(number)).touch()
-        assert list(service.ask('{"fail": ["lost"]}')) == ["error"]
-        assert list(service.ask("ann")) == ["token"]
-
-
-@pytest.mark.parametrize("ready", [False, True])
-def test_reader_that_goes_away_ends_it_without_a_word(start, ready):
-    with start() as service:
-        if ready:
-            service.read()
+def test_reader_that_goes_away_before_it_starts_ends_it_without_a_word(start):
+    with start(stdin=subprocess.DEVNULL) as service:
         service.process.stdout.close()
-        if ready:
-            print("ann", file=service.process.stdin, flush=True)
-        errors = service.process.stderr.read()
-        service.process.wait(LIMIT)
-        assert errors == ""
-        assert left(service.mark) == []
-        assert list(service.place.iterdir()) == []
-
-
-def test_database_is_not_checked_by_a_process_of_its_own(start):
-    """Which would cost a quarter of the start."""
-    with start() as service:
-        seen = set()
-        while not select.select([service.process.stdout], [], [], 0)[0]:
-            seen |= {*marked(service.mark)}
-        service.read()
-        assert seen <= {*marked(service.mark)}
+        assert service.process.stderr.read() == ""
+        assert service.process.wait(LIMIT) == 1
 
 
 def test_real_failures_are_in_its_log(service):
     ready = service.read()
-    plan = '{"fail": ["500", "503", "503-unknown", "401", "lost", "dropped", "429"]}'
+    plan = ["500", "503", "503-unknown", "401", "lost", "dropped", "429"]
     kind = {"Content_Type": "application/json"}
-    with connect(ready["url"], service.ask(plan)["token"]) as client:
+    with connect(ready["url"], issue(ready["url"], fail=plan)) as client:
         for status in (500, 503, 503, 401):
             assert client.fetch("POST", PROJECTS, "{}", **kind)[0] == status
         for _ in range(2):
