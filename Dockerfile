@@ -13,7 +13,7 @@ CMD ["gunicorn"]
 HEALTHCHECK --timeout=10s --start-period=30s CMD ["python", "-c", "\
 import http.client, os; \
 service = http.client.HTTPConnection(os.environ['GARDENING_BIND'], timeout=8); \
-service.request('GET', '/api/v1/hello-service'); \
+service.request('GET', '/health'); \
 assert service.getresponse().status == 200"]
 
 COPY requirements.txt .

@@ -8,6 +8,7 @@ import string
 import sys
 from contextlib import redirect_stdout
 from http import HTTPStatus
+from importlib import import_module
 from multiprocessing import get_context
 from typing import Any
 from urllib.parse import quote
@@ -58,6 +59,13 @@ def write_problem(sock: socket.socket, status_int: int, reason: str, mesg: str) 
     head += "Content-Type: application/problem+json\r\nCache-Control: no-store\r\n"
     util.write_nonblock(sock, f"{head}Connection: close\r\n\r\n{body}".encode())
 
+
+if {"--check-config", "--print-config"} & {*sys.argv}:
+    # Load the code, and leave the database alone: opening it brings its tables to the layout
+    # of this release, while processes of an older one may still serve it.
+    if "://" in os.environ.get("FLASK_DATABASE", ""):
+        import_module("engines.postgres")
+    os.environ["FLASK_DATABASE"] = ":memory:"
 
 util.write_error = write_problem  # no setting has it
 wsgi_app = "app:create_app()"

@@ -67,12 +67,23 @@ class Machine:
         self._enter = ["nsenter", f"--target={pid}", "--all", "--root", "--wd"]
 
     def paste(self, script, status=0, input="", limit=LIMIT, **environment):
-        """What the script prints, its errors included; it must end with this status."""
+        """What the script prints, its errors included; it must end with this status.
+
+        The shell is a strict one: new files are its user's alone, and unset names are errors.
+        """
         settings = [
             f"{name}={value}" for name, value in (ENVIRONMENT | environment).items()
         ]
         ended = subprocess.run(
-            [*self._enter, "env", "-i", *settings, "bash", "-c", script],
+            [
+                *self._enter,
+                "env",
+                "-i",
+                *settings,
+                "bash",
+                "-c",
+                f"umask 077\nset -u\n{script}",
+            ],
             input=input,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

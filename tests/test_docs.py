@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
@@ -219,3 +220,25 @@ def test_page_cannot_be_framed(page, base):
     [_, frame] = page.frames
     assert "List your Projects" not in frame.content()
     assert frame.url.startswith("chrome-error:")
+
+
+def test_page_is_as_wide_as_a_phone(browser, alone):
+    pytest.importorskip("flask_swagger_ui")
+    phone = {"viewport": {"width": 390, "height": 844}, "is_mobile": True}
+    with browser.new_page(**phone) as page:
+        page.goto(f"{alone}/docs/")
+        page.get_by_text("List your Projects").wait_for(timeout=20_000)
+        assert page.evaluate("window.innerWidth") == 390
+
+
+def test_every_file_of_the_page_is_served(client):
+    package = pytest.importorskip("flask_swagger_ui")
+    folder = Path(package.__file__).parent / "dist"
+    for name in ["", "index.html", *(file.name for file in folder.iterdir())]:
+        status, headers, content = client.fetch(
+            "GET", f"/docs/{name}", Authorization=""
+        )
+        assert (status, bool(content)) == (200, True), name
+        policy = headers.get("Content-Security-Policy", "")
+        is_page = headers.get_content_type() == "text/html"
+        assert ("frame-ancestors 'none'" in policy) == is_page

@@ -318,3 +318,16 @@ def test_body_that_ends_early_changes_nothing(shared):
         assert connection.recv(65536).startswith(b"HTTP/1.1 400 ")
     with Client(shared.port, token) as client:
         assert client.call("GET", PROJECTS) == (200, [])
+
+
+def test_check_of_the_release_loads_the_engine_of_the_database(environment, tmp_path):
+    """So that a release whose `postgres.py` is broken is not reloaded."""
+    (tmp_path / "psycopg.py").write_text("raise ImportError('no driver')")
+    changes = {
+        "FLASK_DATABASE": "postgresql://nobody@/nowhere",
+        "PYTHONPATH": str(tmp_path),
+    }
+    check = [BIN / "gunicorn", "--check-config"]
+    assert (
+        "no driver" in run(*check, environment=environment | changes, status=1).stderr
+    )

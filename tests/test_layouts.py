@@ -2,13 +2,14 @@
 
 import hashlib
 import json
+import os
 import sqlite3
 from contextlib import closing
 
 import psycopg
 import pytest
 from conftest import on_sqlite
-from running import POINT, at_once
+from running import BIN, POINT, at_once, run
 
 from engines import tables as module
 from engines.base import Unavailable
@@ -220,6 +221,14 @@ def test_upgrade_that_fails_changes_nothing(older, open_store):
         with pytest.raises(Exception, match="projects"):
             open_store()
     assert structure(older) == before
+
+
+@pytest.mark.parametrize("option", ["--check-config", "--print-config"])
+def test_check_of_the_release_leaves_the_older_layout(older, database, option):
+    before = structure(older), projects(older)
+    environment = os.environ | {"FLASK_DATABASE": database}
+    run(BIN / "gunicorn", option, environment=environment)
+    assert (structure(older), projects(older)) == before
 
 
 def has_a_newer_layout(raw):

@@ -21,7 +21,7 @@ import pytest
 from conftest import store_on
 from running import BIN, LIMIT, PROJECTS, ROOT, Client, at_once, blocks, gunicorn
 
-HEADING = "Continuous replication with Litestream"
+PAGE = "docs/litestream.md"
 LITESTREAM = shutil.which("litestream", path=f"{BIN}:{os.environ['PATH']}")
 OWNER = os.getuid() or 65534  # root gives the files away, as on the page
 
@@ -66,9 +66,7 @@ def block(place: Place) -> Place:
     """The page's one block with these words, for the test's folder."""
 
     def block(words: str) -> str:
-        [found] = [
-            block for block in blocks("docs/operations.md", HEADING) if words in block
-        ]
+        [found] = [block for block in blocks(PAGE) if words in block]
         return place(found)
 
     return block

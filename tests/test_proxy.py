@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from nginx import HOST, assert_problem, needs_nginx, proxy
+from nginx import HOST, add_http_2, assert_problem, needs_nginx, proxy
 from running import (
     LIMIT,
     PROJECTS,
@@ -118,6 +118,22 @@ def nginx(log, upstream):
 def client(nginx, gardening):
     with TLSClient(nginx.port, gardening.token) as client:
         yield client
+
+
+@pytest.mark.parametrize("version", ["1.22.1", "1.24.0", "1.26.3", "1.29.0", "1.30.2"])
+def test_http_2_is_turned_on_as_each_version_of_nginx_wants_it(tmp_path, version):
+    program = tmp_path / "nginx"
+    program.write_text(f"#!/bin/sh\necho nginx version: nginx/{version} >&2\n")
+    program.chmod(0o755)
+    lines = add_http_2(tmp_path, program).splitlines()
+    snippet = tmp_path / "gardening-http2.conf"
+    if version < "1.25":
+        assert "    listen 443 ssl http2;" in lines
+        assert "    listen [::]:443 ssl http2;" in lines
+        assert not snippet.exists()
+    else:
+        assert not [line for line in lines if "listen" in line and "http2" in line]
+        assert snippet.read_text() == "http2 on;\n"
 
 
 def test_http_leads_to_https(nginx):

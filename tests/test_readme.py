@@ -3,10 +3,10 @@
 import json
 import os
 import re
-import shutil
 import tomllib
 
 import pytest
+from outside import copy
 from running import BIN, ROOT, blocks, flask_run, needs, run
 
 from engines.sqlite import SQLite
@@ -31,8 +31,7 @@ def settled(text):
 @pytest.fixture
 def clone(tmp_path):
     """A folder with the service and a virtual environment."""
-    for file in [*ROOT.glob("*.py"), ROOT / "openapi.json"]:
-        shutil.copy(file, tmp_path)
+    copy(tmp_path)
     (tmp_path / ".venv").symlink_to(BIN.parent)
     return tmp_path
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from conftest import on_sqlite
-from running import LIMIT, POINT, at_once, needs, run
+from running import LIMIT, POINT, at_once, is_locked, needs, run
 
 import store as module
 from engines.base import OutcomeUnknown, Unavailable
@@ -753,15 +753,6 @@ def test_stores_may_open_at_once_on_an_empty_database(open_store):
     created = at_once(lambda _: read(open_store().create_project("ann", {})), 12)
     assert [project["version"] for project in created] == [1] * 12
     assert len(listed(open_store())) == 12
-
-
-def is_locked(file):
-    with open(file) as queue:
-        try:
-            fcntl.flock(queue, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
 
 
 @contextmanager
