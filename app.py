@@ -104,7 +104,7 @@ def hello_auth(account: str) -> dict[str, Any]:
 def get_health() -> Response:
     """Say whether the database can be read now."""
     current_store().check()
-    response = Response('{"status":"ok"}', mimetype="application/json")
+    response = Response('{"status":"ok"}', content_type="application/json")
     response.cache_control.no_store = True
     return response
 
@@ -113,7 +113,7 @@ def get_health() -> Response:
 def get_description() -> Response:
     """Return the OpenAPI description of this API."""
     with current_app.open_resource("openapi.json") as file:
-        return Response(file.read(), mimetype="application/json")
+        return Response(file.read(), content_type="application/json")
 
 
 @api.post("/api/v1/gardening/projects")
@@ -123,7 +123,7 @@ def create_project(account: str) -> Response:
     project = current_store().create_project(account, read_members(), read_key())
     location = url_for(".get_project", id=project.id)
     headers = {"Location": location, "ETag": quote_etag(project.etag)}
-    return Response(project.document, 201, headers, mimetype="application/json")
+    return Response(project.document, 201, headers, content_type="application/json")
 
 
 @api.get("/api/v1/gardening/projects")
@@ -158,7 +158,7 @@ def update_project(account: str, id: str) -> Response:
     )
     # With an ETag, a client could take what it sent for what is stored: a PUT may have
     # one only if the two are the same (RFC 9110 9.3.4), and this one merges.
-    return Response(project.document, mimetype="application/json")
+    return Response(project.document, content_type="application/json")
 
 
 @api.delete("/api/v1/gardening/projects/<id>")
@@ -181,4 +181,4 @@ def revalidate(etag: str, document: bytes | None) -> Response:
     sent = "If-None-Match" in request.headers
     if document is None or (sent and request.if_none_match.contains_weak(etag)):
         return Response(status=304, headers=headers)
-    return Response(document, headers=headers, mimetype="application/json")
+    return Response(document, headers=headers, content_type="application/json")

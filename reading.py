@@ -26,13 +26,15 @@ MAX_CONTENT_LENGTH = MAX_BODY + 1
 def read_page() -> Page | None:
     """The page that the query asks for, if there is a query."""
     # request.args raises ValueError for bytes that are not UTF-8.
-    query = request.query_string.decode(errors="replace")
-    pairs = parse_qsl(query, keep_blank_values=True)
+    text = request.query_string.decode(errors="replace")
+    pairs = parse_qsl(text, keep_blank_values=True)
     if not pairs:
         return None
-    if repeated := repeated_names(pairs):
+    query = dict(pairs)
+    if len(query) < len(pairs):
+        repeated = repeated_names(pairs)
         raise ValidationError({name: ["Given more than once."] for name in repeated})
-    page = schemas.PAGE.load(dict(pairs))
+    page = schemas.PAGE.load(query)
     return Page(page["page"], page["size"], page["after"])
 
 
@@ -95,10 +97,11 @@ def reject_constant(name: str) -> NoReturn:
 
 def reject_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Refuse a member that is given twice (I-JSON, RFC 7493 2.3)."""
-    if repeated := repeated_names(pairs):
-        name = json.dumps(repeated[0])
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        name = json.dumps(repeated_names(pairs)[0])
         raise http.BadRequest(f"The body gives the member {name} twice.")
-    return dict(pairs)
+    return members
 
 
 def repeated_names(pairs: Sequence[tuple[str, object]]) -> list[str]:

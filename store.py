@@ -77,6 +77,7 @@ Etags = Collection[str]
 ANY = None  # in place of ETags: the "*" of RFC 9110
 NONE: Etags = ()
 DAY = 86_400_000  # milliseconds
+KINDS = {name: tables.MEMBERS[name] for name in tables.SETTABLE}
 MEMBERS_OF_1_2 = ("name", "postal_code", "location")
 
 
@@ -235,7 +236,7 @@ class Store:
             if_match, if_none_match = NONE, NONE
         values["now"] = self._now()
         values["if_match"] = None if if_match is ANY else as_list(if_match)
-        values["if_none_match"] = as_list(if_none_match)
+        values["if_none_match"] = as_list(if_none_match) if if_none_match else None
         rows = self.engine.write(sql, values)
         if rows:
             return rows[0]
@@ -261,9 +262,8 @@ def as_list(etags: Etags) -> str:
 
 def as_columns(members: Members) -> Values:
     """The members as they are stored. Raises KeyError for one that cannot be set."""
-    kinds = {name: tables.MEMBERS[name] for name in tables.SETTABLE}
     return {
-        name: compact(value) if kinds[name] == tables.JSON and value else value
+        name: compact(value) if KINDS[name] == tables.JSON and value else value
         for name, value in members.items()
     }
 
