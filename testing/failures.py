@@ -70,13 +70,22 @@ class FailingStore(Store):
         return None if failure.is_revoked else super().find_caller(digest)
 
 
+class Flag(fields.Boolean):
+    """true or false, and no number that equals one."""
+
+    def _deserialize(self, value: Any, *args: Any, **kwargs: Any) -> bool:
+        if not isinstance(value, bool):
+            raise self.make_error("invalid", input=value)
+        return value
+
+
 class TokenSchema(Schema):
     """The body of POST /test/tokens; null is the same as absent."""
 
     error_messages = NOT_AN_OBJECT
 
     account = fields.String(load_default=None)
-    expired = fields.Boolean(load_default=None, truthy={True}, falsy={False})
+    expired = Flag(load_default=None)
     fail = fields.List(fields.Raw(validate=KNOWN), load_default=None)
 
 
