@@ -27,7 +27,7 @@ RUN python3 -m venv --without-pip .venv \
 COPY --chmod=644 *.py openapi.json ./
 COPY --chmod=644 engines/*.py engines/
 COPY --chmod=644 testing/*.py testing/
-# The service can be imported, and its bytecode is in the image: its user cannot write any.
-RUN FLASK_DATABASE=:memory: gunicorn --check-config && python -m compileall -q *.py engines testing
-# By number, since Kubernetes does not see from a name that it is not root.
+# Check that the service loads, and compile it now: its user cannot write bytecode.
+RUN gunicorn --check-config && python -m compileall -q *.py engines testing
+# By number: Kubernetes cannot tell whether a name is root.
 USER 10001

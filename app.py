@@ -71,8 +71,8 @@ def open_store(app: Flask) -> Store:
     if not separator:
         return Store(SQLite(database))
     if scheme != "postgresql":
-        known = "the path of a file, or a URL that starts with postgresql://"
-        raise Unavailable(f"FLASK_DATABASE is {known}, not with {scheme}://")
+        known = "the path of a file or start with postgresql://"
+        raise Unavailable(f"FLASK_DATABASE must be {known}, not {scheme}://")
     try:
         from engines.postgres import PostgreSQL
     except ImportError as error:
@@ -132,7 +132,7 @@ def list_projects(account: str) -> Response:
     """List the account's Projects, or one page of them."""
     page = read_page()
     projects = current_store().list_projects(account, read_known_etags(), page)
-    response = revalidate(projects.etag, projects.document)
+    response = respond_or_304(projects.etag, projects.document)
     if page and projects.next_after is not None:  # RFC 8288
         number = min(page.number + 1, MAX_PAGE)
         query = f"page={number}&size={page.size}&after={projects.next_after}"
@@ -145,7 +145,7 @@ def list_projects(account: str) -> Response:
 def get_project(account: str, id: str) -> Response:
     """Return one Project."""
     project = current_store().get_project(account, id)
-    return revalidate(project.etag, project.document)
+    return respond_or_304(project.etag, project.document)
 
 
 @api.put("/api/v1/gardening/projects/<id>")
@@ -171,7 +171,7 @@ def delete_project(account: str, id: str) -> Response:
     return response
 
 
-def revalidate(etag: str, document: bytes | None) -> Response:
+def respond_or_304(etag: str, document: bytes | None) -> Response:
     """The document, or 304 if the caller has it already (RFC 9110 13.1.2).
 
     The document is None if the store has found the ETag among those that the caller has.

@@ -25,7 +25,7 @@ class BadName(ValueError):
 
 
 def issue_token(store: Store, account: str, days: int | None = None) -> tuple[str, int]:
-    """Issue a token that expires after so many days, or never. Raises BadName.
+    """Issue a token that expires after these days, or never. Raises BadName.
 
     Returns the token and its id. A token for 0 days has expired already.
     """
@@ -34,7 +34,7 @@ def issue_token(store: Store, account: str, days: int | None = None) -> tuple[st
 
 
 def account_name(text: str) -> str:
-    """The name in NFC (UAX 15), so that it is one however typed. Raises BadName."""
+    """The name in NFC (UAX 15): the same however it was typed. Raises BadName."""
     name = unicodedata.normalize("NFC", text)
     if not (0 < len(name) <= 255 and name.isprintable() and name == name.strip()):
         limits = "1 to 255 printable characters, without spaces at its ends"

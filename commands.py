@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 from flask import Flask
-from flask.cli import AppGroup, with_appcontext
+from flask.cli import AppGroup, ScriptInfo, with_appcontext
 
 from auth import BadName, account_name, current_store, issue_token
 from engines import backup as backups
@@ -26,6 +26,8 @@ def one_line_errors() -> Iterator[None]:
     """On the command line, say in one line what is wrong, without usage or traceback."""
     try:
         yield
+    except BrokenPipeError:  # click ends without a word then
+        raise
     except (
         click.UsageError,
         BadName,
@@ -33,16 +35,19 @@ def one_line_errors() -> Iterator[None]:
         Unavailable,
         OSError,
     ) as error:
-        if not click.get_current_context(silent=True):
+        context = click.get_current_context(silent=True)
+        if not context or not context.find_object(
+            ScriptInfo
+        ):  # that of another program
             raise
         reason = str(error)
         if isinstance(error, OSError):
-            reason = ": ".join(filter(None, [error.strerror, error.filename]))
+            reason = ": ".join(filter(None, [error.strerror, error.filename])) or reason
         raise click.ClickException(reason) from error
 
 
 class Group(AppGroup):
-    """Its commands' errors are one line, those of usage as well."""
+    """Reports every error, that of wrong usage as well, in one line."""
 
     def invoke(self, ctx: click.Context) -> Any:
         with one_line_errors():
@@ -58,7 +63,7 @@ token_commands = Group("token", help="Issue, list and revoke access tokens.")
 @click.option("--days", type=click.IntRange(1, MAX_DAYS), help="Default: no expiry.")
 def create_token(account: str, days: int | None) -> None:
     """Print a new token for ACCOUNT; it cannot be shown again."""
-    if sys.stdout is None:
+    if sys.stdout is None:  # nobody would see the token
         raise click.UsageError("Standard output is closed.")
     store = current_store()
     is_new = not store.has_account(account_name(account))
@@ -114,8 +119,8 @@ def list_accounts() -> None:
 def delete_account(account: str) -> None:
     """Delete ACCOUNT and all that it owns: Projects, tokens and keys.
 
-    Requests under way may still add Projects: then `account list` shows it, and deleting
-    it again removes them.
+    Requests under way may still add Projects. If so, `account list` shows the account
+    again: delete it again.
     """
     if not current_store().delete_account(account_name(account)):
         raise click.UsageError(f"There is no account {account}.")
@@ -132,7 +137,7 @@ def backup(file: str) -> None:
 
 @contextmanager
 def ended_like_ctrl_c() -> Iterator[None]:
-    """Let SIGTERM, too, raise KeyboardInterrupt, so that what was begun is removed."""
+    """Let SIGTERM, too, raise KeyboardInterrupt, so that a partial backup is removed."""
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -148,7 +153,7 @@ def restore(file: str) -> None:
     store = current_store()
     with one_line_errors():
         backups.restore(store.engine, file)
-    accounts = store.list_accounts()
+        accounts = store.list_accounts()
     projects = sum(account.projects for account in accounts)
     tokens = sum(account.tokens for account in accounts)
     click.echo(
@@ -170,5 +175,5 @@ def welcome(app: Flask) -> None:
         if not has_tokens:
             click.echo("No access token yet. In another terminal, in this folder, run:")
             click.echo(f"    {sys.argv[0]} token create ACCOUNT")
-        if "swagger_ui" in app.blueprints:
-            click.echo("To read about the API and try it, open /docs/ in a browser.")
+        if page := app.extensions.get("docs"):
+            click.echo(f"To read about the API and try it, open {page} in a browser.")

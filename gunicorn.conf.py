@@ -6,7 +6,7 @@ import re
 import socket
 import string
 import sys
-from contextlib import redirect_stdout
+from contextlib import closing
 from http import HTTPStatus
 from importlib import import_module
 from multiprocessing import get_context
@@ -20,6 +20,7 @@ from gunicorn.http.message import Request
 from gunicorn.instrument.statsd import Statsd
 from gunicorn.workers.base import Worker
 
+CHECK_LIMIT = 3600  # seconds; a large database may be brought to a new layout
 UNREAD_LIMIT = 64 * 1024  # bytes; gunicorn drains less than this of an unread body
 TOKEN = re.compile(r"gardening_[\w-]{20,}")
 
@@ -67,11 +68,11 @@ if {"--check-config", "--print-config"} & {*sys.argv}:
         import_module("engines.postgres")
     os.environ["FLASK_DATABASE"] = ":memory:"
 
-util.write_error = write_problem  # no setting has it
+util.write_error = write_problem  # there is no setting for it
 wsgi_app = "app:create_app()"
 bind = os.environ.get("GARDENING_BIND", "127.0.0.1:8000")
 worker_class = "gthread"
-# Kept-alive connections may all land in one process; with two per core it costs little.
+# Kept-alive connections may all land in one process, so two per core, which cost little.
 workers = int(os.environ.get("WEB_CONCURRENCY", 2 * (os.cpu_count() or 1)))
 # Two, so that a write waiting for the disk does not hold up its process. With more, they
 # contend for the interpreter, and a mix of reads and writes gets slower.
@@ -88,24 +89,30 @@ access_log_format = '%({x-request-id}i)s "%(u)s" "%(m)s %(U)s" %(s)s %(B)s %(D)s
 def on_starting(server: Arbiter) -> None:
     """Refuse an unusable database once, here, and not in every worker."""
     # In a process of its own: what the master imported would outlive a reload.
-    check = get_context("fork").Process(target=list_tokens)
+    check = get_context("fork").Process(target=check_database)
     check.start()
-    check.join()
-    if check.exitcode:
-        sys.exit(check.exitcode)
+    check.join(CHECK_LIMIT)
+    if check.exitcode != 0:
+        check.kill()
+        sys.exit(1)
 
 
-def list_tokens() -> None:
-    """Run `flask token list`, of which only an error is shown."""
-    from flask.cli import cli
+def check_database() -> None:
+    """Say in one line why the service cannot use its database, and fail."""
+    from app import create_app
+    from engines.base import Unavailable
 
-    with redirect_stdout(None):
-        cli.main(["--app", "app", "token", "list"], "flask")
+    try:
+        with closing(create_app().extensions["store"]) as store:
+            store.check()
+    except Unavailable as error:
+        sys.exit(f"Error: {error}")
 
 
 def pre_request(worker: Worker, request: Request) -> None:
     """Announce a close where what is left of a body would be the next request."""
     headers = dict(request.headers)
     size = int(headers.get("CONTENT-LENGTH", 0))
+    # gunicorn reads past less than this. Of a chunked body nobody knows the length.
     if size >= UNREAD_LIMIT or "TRANSFER-ENCODING" in headers:
         request.force_close()

@@ -1,4 +1,4 @@
-"""Every error as a problem document (RFC 9457), in one table for those of the store."""
+"""Every error as a problem document (RFC 9457); those of the store are in one table."""
 
 import json
 from typing import NamedTuple
@@ -19,8 +19,8 @@ DETAILS = {  # in place of Werkzeug's
 }
 
 
-class Told(NamedTuple):
-    """How a caller is told of an error of the store."""
+class Answer(NamedTuple):
+    """What a caller is told of an error of the store."""
 
     status: int
     detail: str
@@ -28,25 +28,25 @@ class Told(NamedTuple):
 
 
 STORE_ERRORS = {
-    NotFound: Told(404, "Your account has no Project with this id."),
-    Stale: Told(
+    NotFound: Answer(404, "Your account has no Project with this id."),
+    Stale: Answer(
         412,
         "The ETag of the Project does not satisfy If-Match (strong ones only) or If-None-Match.",
     ),
-    KeyReused: Told(
+    KeyReused: Answer(
         422,
         "This Idempotency-Key was used with other members.",
         "urn:gardening:key-reused",
     ),
-    KeySpent: Told(
+    KeySpent: Answer(
         409,
         "The Project of this Idempotency-Key has been deleted.",
         "urn:gardening:key-spent",
     ),
-    Unavailable: Told(
+    Unavailable: Answer(
         503, "The database is unavailable; nothing was changed. Try again later."
     ),
-    OutcomeUnknown: Told(
+    OutcomeUnknown: Answer(
         503,
         "The change may have been made, or not: read before you repeat it.",
         "urn:gardening:outcome-unknown",
@@ -82,12 +82,14 @@ def on_invalid(error: ValidationError) -> Response:
 
 
 def on_store_error(error: Exception) -> Response:
-    told = next(STORE_ERRORS[k] for k in type(error).__mro__ if k in STORE_ERRORS)
-    members: dict[str, object] = {"type": told.type}
-    if told.status == 422:  # which always names what is wrong; here no single member is
+    answer = next(STORE_ERRORS[k] for k in type(error).__mro__ if k in STORE_ERRORS)
+    members: dict[str, object] = {"type": answer.type}
+    if (
+        answer.status == 422
+    ):  # which always names what is wrong; here no single member is
         members["errors"] = {}
-    response = problem(http.default_exceptions[told.status](told.detail), **members)
-    if told.status == 503:
+    response = problem(http.default_exceptions[answer.status](answer.detail), **members)
+    if answer.status == 503:
         current_app.logger.error("Database unavailable: %s", error)
         response.retry_after = RETRY_AFTER
     return response

@@ -18,7 +18,7 @@ from werkzeug.datastructures import ETags
 import schemas
 from store import ANY, NONE, Etags, Page
 
-MAX_BODY = 64 * 1024  # bytes; a Project needs less than a KiB
+MAX_BODY = 64 * 1024  # bytes; the longest texts, all of them escaped, take 13 KB
 # Werkzeug silently truncates a chunked body here. The extra byte shows that it did.
 MAX_CONTENT_LENGTH = MAX_BODY + 1
 
@@ -50,18 +50,18 @@ def read_key() -> str | None:
 
 def read_known_etags() -> Etags:
     """The ETags of If-None-Match, weak ones too (RFC 9110 13.1.2)."""
-    return etags(request.if_none_match, include_weak=True)
+    return read_etags(request.if_none_match, include_weak=True)
 
 
 def read_preconditions() -> tuple[Etags | None, Etags | None]:
     """If-Match and If-None-Match of a request that changes something (RFC 9110 13.1)."""
     is_any = "If-Match" not in request.headers or request.if_match.star_tag
-    if_match = ANY if is_any else etags(request.if_match, include_weak=False)
+    if_match = ANY if is_any else read_etags(request.if_match, include_weak=False)
     if_none_match = ANY if request.if_none_match.star_tag else read_known_etags()
     return if_match, if_none_match
 
 
-def etags(header: ETags, include_weak: bool) -> Etags:
+def read_etags(header: ETags, include_weak: bool) -> Etags:
     # Werkzeug parses an empty ETag as None.
     return [etag for etag in header.as_set(include_weak) if etag] if header else NONE
 
@@ -84,7 +84,8 @@ def read_json() -> Any:
         reason = f"byte {error.start + 1} is not UTF-8"
     except json.JSONDecodeError as error:
         reason = f"see line {error.lineno}, column {error.colno}"
-    except ValueError:  # any other: of reject_constant, or of int() for so many digits
+    # Any other, of reject_constant or int(). BadRequest, of reject_duplicates, is none.
+    except ValueError:
         reason = "it holds NaN, Infinity or an integer of thousands of digits"
     except RecursionError:
         reason = "it is nested too deeply"

@@ -9,16 +9,20 @@ from typing import Any
 
 from marshmallow import Schema, fields, missing, validate
 
-# The largest integer that every JSON reader keeps exactly (RFC 7493 2.2). Times MAX_SIZE
-# it stays below 2**63, the limit of a database's OFFSET.
+# For `page` and `after`: the largest integer that every JSON reader keeps exactly (RFC 7493
+# 2.2). Times MAX_SIZE it stays below 2**63, the limit of a database's OFFSET.
 MAX_PAGE = 2**53 - 1
 MAX_SIZE = 1000  # Projects
 NOT_AN_OBJECT = {"type": "The body must be a JSON object."}
+# "special" is marshmallow's key for NaN and the infinities.
 NOT_FINITE: dict[str, Any] = {"special": "Not a number that a double can hold."}
 
 
 class OutputOnly(fields.Raw):
-    """Set by the service: taken and ignored (AIP-203); dump_only would refuse it."""
+    """Set by the service: taken and ignored (AIP-203); dump_only would refuse it.
+
+    In `deserialize`, so that null and missing are ignored as well, and nothing validated.
+    """
 
     def deserialize(self, *args: Any, **kwargs: Any) -> Any:
         return missing
@@ -50,7 +54,7 @@ storable_text = validate.Regexp(
 
 
 def text(max_length: int) -> fields.String:
-    """Text, which may be null, of so many code points."""
+    """Text of at most this many code points, or null."""
     limit = validate.Length(max=max_length)
     return fields.String(allow_none=True, validate=[limit, storable_text])
 

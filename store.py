@@ -1,8 +1,9 @@
-"""Projects and access tokens: what the service promises of them, and the rules.
+"""Projects and access tokens: what the service guarantees about them, and the rules.
 
 It knows nothing of HTTP, nor of what a valid Project is, and no engine by name. An engine
 runs the statements, and renders a Project as the JSON that goes over the wire. Threads and
-processes may share a database, and what a method has written is on the disk when it returns.
+processes may share a database. Unless it is in memory, what a method has written is on the
+disk when it returns.
 """
 
 import hashlib
@@ -34,7 +35,7 @@ class KeySpent(Exception):
 
 class Project(NamedTuple):
     id: str
-    etag: str  # version and updated_at, so that none comes back after a restored backup
+    etag: str  # version and updated_at: it does not recur after a backup is restored
     document: bytes  # JSON
 
 
@@ -62,7 +63,9 @@ class Account(NamedTuple):
     name: str
     projects: int
     tokens: int
-    changed_at: int | None  # epoch milliseconds of the last change that is still there
+    # When the Project that was changed last was changed, in epoch milliseconds; None
+    # without Projects.
+    changed_at: int | None
 
 
 class Token(NamedTuple):
@@ -74,7 +77,7 @@ class Token(NamedTuple):
 
 Members = Mapping[str, object]  # some or all of those that a caller can set
 Etags = Collection[str]
-ANY = None  # in place of ETags: the "*" of RFC 9110
+ANY = None  # in place of ETags: "*". If-Match asks nothing then; If-None-Match refuses all.
 NONE: Etags = ()
 DAY = 86_400_000  # milliseconds
 KINDS = {name: tables.MEMBERS[name] for name in tables.SETTABLE}
@@ -116,15 +119,15 @@ class Store:
         digest = digest_of(columns)
         claim = {"account": account, "key": key, "digest": digest, "project": id}
         with self.engine.transaction() as execute:
-            [(made, claimed)] = execute(tables.CLAIM_KEY, claim)
-            if made == id:
+            [(first_id, first_digest)] = execute(tables.CLAIM_KEY, claim)
+            if first_id == id:
                 return Project(*execute(self.engine.CREATE, values)[0])
         # A key whose Project is gone is spent, whatever members come with it.
         try:
-            project = self.get_project(account, made)
+            project = self.get_project(account, first_id)
         except NotFound:
             raise KeySpent from None
-        if claimed != digest:
+        if first_digest != digest:
             raise KeyReused
         return project
 

@@ -19,6 +19,7 @@ def add_to(app: Flask, title: str) -> None:
         from flask_swagger_ui import get_swaggerui_blueprint
     except ImportError:
         return
+    app.extensions["docs"] = "/docs/"
     # No badge, which would call another host; no box for other descriptions.
     look = {"validatorUrl": None, "layout": "BaseLayout", "app_name": title}
     page = get_swaggerui_blueprint(".", "../openapi.json", look)
@@ -38,7 +39,7 @@ def forget_dates() -> None:
 
 
 def protect(response: Response) -> Response:
-    """Let the page run its own scripts alone and nobody frame it, and fit it to phones."""
+    """Allow only the page's own scripts, forbid framing, and fit it to phones."""
     if response.mimetype != "text/html":
         return response
     hashes = ""

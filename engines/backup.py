@@ -19,17 +19,25 @@ if TYPE_CHECKING:  # psycopg may not be installed
 
 # The layouts that added these; all else has been there since layout 1.
 ADDED = {"idempotency_key": 2, "account.created": 2, "account.projects": 3}
+END = 253_402_300_799_999  # of the year 9999, in epoch milliseconds
 # What breaks a rule that the tables themselves do not hold.
 FAULTS = {
     "the location of a Project is not JSON": """
         SELECT id FROM project WHERE location IS NOT NULL AND NOT json_valid(location)""",
     "an account does not count its Projects": """
-        SELECT project.account FROM project
-        LEFT JOIN account ON account.name = project.account
-        GROUP BY project.account
-        HAVING projects IS NOT count(*) OR created < max(seq)""",
+        SELECT known.name
+        FROM (SELECT name FROM account UNION SELECT account FROM project) AS known
+        LEFT JOIN account ON account.name = known.name
+        LEFT JOIN project ON project.account = known.name
+        GROUP BY known.name
+        HAVING projects IS NOT count(seq) OR created < max(seq)""",
+    "a time is not between the years 1970 and 9999": f"""
+        SELECT id FROM token
+        WHERE created_at NOT BETWEEN 0 AND {END} OR expires_at NOT BETWEEN 0 AND {END}
+        UNION SELECT id FROM project
+        WHERE created_at NOT BETWEEN 0 AND {END} OR updated_at NOT BETWEEN 0 AND {END}""",
 }
-# Of SQLite, where the file is to blame and not the database that is filled.
+# SQLite's errors that are the file's fault, and not that of the database to fill.
 BAD_FILE = (sqlite3.SQLITE_CONSTRAINT, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
@@ -49,7 +57,7 @@ def backup(engine: Engine, path: str) -> None:
                     fetch(cast("PostgreSQL", engine), copy)
                     write(copy, unnamed)
         except sqlite3.Error as error:
-            raise Unavailable(f"{error}: while writing {path}") from error
+            raise Unavailable(f"{error}: while copying to {path}") from error
 
 
 def restore(engine: Engine, path: str) -> None:
@@ -63,13 +71,16 @@ def restore(engine: Engine, path: str) -> None:
                 raise Unavailable("the database to fill is not empty")
         for sql in engine.STOP_TRIGGERS:  # they would count the Projects once more
             target.execute(sql)
-        if isinstance(engine, SQLite):
-            load(target, path)
-        else:
-            with closing(scratch()) as copy:
-                load(copy, path)
-                check_for_nul(copy, path)
-                send(copy, cast("PostgreSQL", engine), target)
+        try:
+            if isinstance(engine, SQLite):
+                load(target, path)
+            else:
+                with closing(scratch()) as copy:
+                    load(copy, path)
+                    check_for_nul(copy, path)
+                    send(copy, cast("PostgreSQL", engine), target)
+        except sqlite3.Error as error:
+            raise Unavailable(f"{error}: while copying from {path}") from error
         for sql in engine.START_TRIGGERS:
             target.execute(sql)
     engine.close()  # a connection that has the file attached is not for others
@@ -115,42 +126,55 @@ def fetch(engine: "PostgreSQL", copy: sqlite3.Connection) -> None:
 
 
 def write(source: sqlite3.Connection, path: str) -> None:
-    # Signals are handled in Python code, of which a statement that takes long has none.
+    # Python handles signals between its own instructions. Without these, SIGTERM would
+    # wait for the whole copy.
     source.set_progress_handler(lambda: None, 100_000)
-    source.execute("VACUUM INTO ?", [path])
+    source.execute("VACUUM INTO ?", [uri(path)])
+
+
+def uri(path: str) -> str:
+    """The URI of a file, also for a connection to a database in memory."""
+    return f"{Path(path).absolute().as_uri()}?vfs=unix"
 
 
 def load(target: sqlite3.Connection, path: str) -> None:
     """Insert all rows of the file, once it has proved to be a whole backup."""
     try:
-        # No function with an effect runs in a view, an index or a default of the file.
-        target.execute("PRAGMA trusted_schema = OFF")
-        uri = f"{Path(path).absolute().as_uri()}?mode=ro"
-        target.execute("ATTACH ? AS backup", [uri])
-        layout = check_header(target, path)
+        layout = attach(target, path)
         for table in tables.COLUMNS:
             if columns := check_table(target, table, layout, path):
                 target.execute(
                     f"""INSERT INTO main.{table} ({", ".join(columns)})
                     SELECT {", ".join(columns)} FROM backup.{table}"""
                 )
+        # What layout 1 did not count yet, and layout 2.
         for sql in (tables.COUNT_CREATED, tables.COUNT_PROJECTS)[layout - 1 :]:
             target.execute(sql)
         load_last_token(target, path)
         check_rows(target, path)
     except sqlite3.Error as error:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # without its extension
-        if code == sqlite3.SQLITE_CANTOPEN:
-            raise BadBackup(f"the file cannot be opened: {path}") from error
         if code in BAD_FILE:
             raise BadBackup(f"{error}: {path}") from error
         raise
 
 
-def check_header(target: sqlite3.Connection, path: str) -> int:
-    """The layout of the file, if that is sound and a release up to this one made it."""
-    [(application,)] = target.execute("PRAGMA backup.application_id").fetchall()
-    [(layout,)] = target.execute("PRAGMA backup.user_version").fetchall()
+def attach(target: sqlite3.Connection, path: str) -> int:
+    """Attach the file, if it is sound and a release up to this one made it.
+
+    Returns its layout.
+    """
+    # No function with an effect runs in a view, an index or a default of the file.
+    target.execute("PRAGMA trusted_schema = OFF")
+    try:
+        target.execute("ATTACH ? AS backup", [f"{uri(path)}&mode=ro"])
+        [(application,)] = target.execute("PRAGMA backup.application_id").fetchall()
+        [(layout,)] = target.execute("PRAGMA backup.user_version").fetchall()
+    except sqlite3.Error as error:  # its text may hold the URI
+        reason = str(error)
+        if "unable to open" in reason:
+            reason = "the file cannot be opened"
+        raise BadBackup(f"{reason}: {path}") from error
     if application != tables.APPLICATION_ID or layout < 1:
         raise BadBackup(f"this is no backup of the service: {path}")
     if layout > tables.LAYOUT:
@@ -161,6 +185,16 @@ def check_header(target: sqlite3.Connection, path: str) -> int:
     return int(layout)
 
 
+def columns_in(target: sqlite3.Connection, table: str) -> set[str]:
+    """Those of a table of the backup: no view or virtual table, no computed column."""
+    rows = target.execute(
+        """SELECT c.name FROM backup.sqlite_schema AS t, pragma_table_xinfo(t.name, 'backup') AS c
+        WHERE t.name = ? AND t.type = 'table' AND rootpage > 0 AND hidden = 0""",
+        [table],
+    )
+    return {name for (name,) in rows}
+
+
 def check_table(
     target: sqlite3.Connection, table: str, layout: int, path: str
 ) -> list[str]:
@@ -168,17 +202,14 @@ def check_table(
     if ADDED.get(table, 1) > layout:
         return []
     names = [n for n in tables.COLUMNS[table] if ADDED.get(f"{table}.{n}", 1) <= layout]
-    found = target.execute(  # neither views, nor virtual tables, nor computed columns
-        """SELECT c.name FROM backup.sqlite_schema AS t, pragma_table_xinfo(t.name, 'backup') AS c
-        WHERE t.name = ? AND t.type = 'table' AND rootpage > 0 AND hidden = 0""",
-        [table],
-    ).fetchall()
-    if {name for (name,) in found} != set(names):
+    if columns_in(target, table) != set(names):
         raise BadBackup(f"{table} has other columns than {', '.join(names)}: {path}")
     return names
 
 
 def load_last_token(target: sqlite3.Connection, path: str) -> None:
+    if columns_in(target, "sqlite_sequence") != {"name", "seq"}:
+        raise BadBackup(f"the last ID of a token is missing: {path}")
     sql = "SELECT seq, typeof(seq) FROM backup.sqlite_sequence WHERE name = 'token'"
     for last, kind in target.execute(sql).fetchall():
         if kind != "integer":
@@ -188,17 +219,18 @@ def load_last_token(target: sqlite3.Connection, path: str) -> None:
 
 
 def check_rows(target: sqlite3.Connection, path: str) -> None:
-    for fault, sql in FAULTS.items():
-        for (name,) in target.execute(f"{sql} LIMIT 1").fetchall():
-            raise BadBackup(f"{fault} ({name!r}): {path}")
     for table in tables.COLUMNS:
         try:
             for _ in target.execute(select(table)):
                 pass
         except sqlite3.OperationalError as error:
+            # Python's own error, for text that is not UTF-8, has no code of SQLite.
             if hasattr(error, "sqlite_errorcode"):
                 raise
             raise BadBackup(f"{table} holds text that is not UTF-8: {path}") from error
+    for fault, sql in FAULTS.items():
+        if row := target.execute(f"{sql} LIMIT 1").fetchone():
+            raise BadBackup(f"{fault} ({row[0]!r}): {path}")
 
 
 def check_for_nul(copy: sqlite3.Connection, path: str) -> None:
@@ -207,6 +239,6 @@ def check_for_nul(copy: sqlite3.Connection, path: str) -> None:
         texts = [name for name in columns if name != "digest"]
         condition = " OR ".join(f"instr({name}, char(0))" for name in texts)
         sql = f"SELECT {columns[0]} FROM {table} WHERE {condition} LIMIT 1"
-        for (name,) in copy.execute(sql).fetchall():
+        if row := copy.execute(sql).fetchone():
             fault = "U+0000, which PostgreSQL cannot hold, is in the"
-            raise BadBackup(f"{fault} {table} {name!r}: {path}")
+            raise BadBackup(f"{fault} {table} {row[0]!r}: {path}")

@@ -31,7 +31,7 @@ class Engine(ABC):
     that opened it: what is idle is kept by process id.
     """
 
-    TABLES: str  # of the present layout
+    TABLES: str  # of the current layout
     UPGRADES: tuple[str, ...]  # the steps to it: from layout 1 to 2, from 2 to 3, …
     # The next three return Projects: the id, the ETag and the JSON document.
     GET: str
@@ -70,11 +70,11 @@ class Engine(ABC):
         OutcomeUnknown only for what `writes`.
         """
 
-    def learn(self, error: BaseException) -> None:
-        """Prepare for the next session, after one that failed."""
+    def note_error(self, error: BaseException) -> None:
+        """Take note of what the error says about the server, if there is one."""
 
     def allow(self, connection: Any, seconds: int) -> None:
-        """Let the present transaction take so long."""
+        """Let the transaction take these seconds. SQLite has no limit to raise."""
 
     def read(self, sql: str, values: Values) -> Rows:
         """All rows of a statement. Raises Unavailable."""
@@ -118,7 +118,7 @@ class Engine(ABC):
             raise outage from error
 
     def missing(self, layout: int | None, is_empty: bool) -> tuple[str, ...]:
-        """The steps to the present layout; None is the layout of other programs.
+        """The steps to the current layout; None is the layout of other programs.
 
         Raises Unavailable for those, and for the layout of a newer release.
         """
@@ -143,7 +143,7 @@ class Engine(ABC):
 class Session:
     """A connection for one thread. After an error it is closed, and an outage is raised.
 
-    A class, since a generator would cost a read three times as much.
+    A class: a generator would add 1.5 microseconds to a read of 9.
     """
 
     __slots__ = ("connection", "engine", "idle", "writes")
@@ -157,7 +157,7 @@ class Session:
         except BaseException as error:
             # Nothing was sent that might have been made.
             self._fail(error, writes=False)
-            raise
+            raise  # a defect, or Unavailable already
         return self.connection
 
     def __exit__(self, _kind: object, error: BaseException | None, _: object) -> None:
@@ -168,7 +168,7 @@ class Session:
             self._fail(error, self.writes)
 
     def _fail(self, error: BaseException, writes: bool) -> None:
-        self.engine.learn(error)
+        self.engine.note_error(error)
         self.engine.raise_outage(error, writes)
 
 

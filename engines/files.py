@@ -1,4 +1,4 @@
-"""Files: created for their owner alone, locked with a limit, named once they are whole."""
+"""Files: created for their owner alone, locked with a deadline, named once complete."""
 
 import errno
 import fcntl
@@ -12,7 +12,7 @@ from pathlib import Path
 from engines.base import Unavailable
 
 PARTIAL = ".gardening-partial"  # a folder in which a backup is written
-POLL_INTERVAL = 0.0002  # seconds between two looks whether a lock is free
+POLL_INTERVAL = 0.0002  # seconds between two attempts to take a lock
 
 
 @contextmanager
@@ -24,25 +24,33 @@ def locked(path: str | Path, deadline: float) -> Iterator[None]:
     try:
         if not os.path.exists(path):
             create(path)
-        # Opened anew: an flock belongs to the open file, whoever shares that.
+        # Opened for each holder: threads that share an open file share its lock.
         file = os.open(path, os.O_RDONLY)
     except OSError as error:
         raise Unavailable(f"{error.strerror}: {path}") from error
     try:
-        while True:
-            with suppress(BlockingIOError):
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            if time.monotonic() > deadline:
-                raise Unavailable(f"still locked: {path}")
-            time.sleep(POLL_INTERVAL)
+        try:
+            while not has_locked(file):
+                if time.monotonic() > deadline:
+                    raise Unavailable(f"still locked: {path}")
+                time.sleep(POLL_INTERVAL)
+        except OSError as error:
+            raise Unavailable(f"{error.strerror}: {path}") from error
         try:
             yield
         finally:
-            # Not by the close alone: a process forked meanwhile keeps the file open.
+            # To close it is not enough: a process forked meanwhile keeps the file open.
             fcntl.flock(file, fcntl.LOCK_UN)
     finally:
         os.close(file)
+
+
+def has_locked(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def create(path: str | Path) -> None:
@@ -72,28 +80,36 @@ def new_file(path: str) -> Iterator[str]:
     parent, folder = os.path.dirname(os.path.abspath(path)), path + PARTIAL
     file = os.path.join(folder, "backup.db")
     try:
-        os.stat(parent)
+        os.stat(
+            parent
+        )  # raises for a missing folder, where locked() would create a file
         with locked(parent, time.monotonic() + 1.0):
             for left in Path(parent).glob(f"*{PARTIAL}"):
                 with suppress(OSError, Unavailable), locked(left, deadline=0.0):
                     shutil.rmtree(left)
-            if os.path.lexists(path) or os.path.lexists(folder):
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+            check_is_free(path)
+            check_is_free(folder)
             os.mkdir(folder, mode=0o700)
             give_to_owner(folder)
-            claim = ExitStack()
+            claim = ExitStack()  # held longer than the lock on the parent
             claim.enter_context(locked(folder, deadline=0.0))
         with claim:
             try:
                 create(file)
                 yield file
                 sync(file)
+                check_is_free(path)
                 os.rename(file, path)
                 sync(parent)
             finally:
-                shutil.rmtree(folder)
+                shutil.rmtree(folder, ignore_errors=True)
     except OSError as error:
         raise type(error)(error.errno, error.strerror, path) from error
+
+
+def check_is_free(path: str) -> None:
+    if os.path.lexists(path):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
 
 
 def sync(path: str) -> None:

@@ -1,6 +1,6 @@
 """The engine on one SQLite file, or in memory, and the queue of its writers.
 
-It knows no rule of the store. Threads and processes may share a file, and what a write
+It knows no rule of the store. Threads and processes may share a file, and a write that
 has returned is on the disk.
 """
 
@@ -136,13 +136,14 @@ class SQLite(Engine):
         Raises Unavailable, with the reason and the path.
         """
         super().__init__()
-        self._looked_at = 0.0  # as time.monotonic() has it
+        self._looked_at = 0.0  # on the clock of time.monotonic()
+        self._file: os.stat_result | None = None
         self._kept: sqlite3.Connection | None = None
-        self._is_file = path != ":memory:"
-        self._path = os.path.abspath(path) if self._is_file else path
-        self._queue = Queue(f"{self._path}-lock" if self._is_file else None)
+        is_file = path != ":memory:"
+        self._path = os.path.abspath(path) if is_file else path
+        self._queue = Queue(f"{self._path}-lock" if is_file else None)
         try:
-            if self._is_file:
+            if is_file:
                 # rw: SQLite must not put an empty file in the place of a lost one.
                 self._uri = f"{Path(self._path).as_uri()}?mode=rw"
                 self._create_file()
@@ -167,7 +168,8 @@ class SQLite(Engine):
         )
         connection.patience = self._queue.patience
         try:
-            self._check_file(Unavailable)  # nothing but the file's name is read so far
+            # Before SQLite reads it: it would apply the -wal of the old file to a new one.
+            self._check_file(Unavailable)
             connection.execute("PRAGMA foreign_keys = ON")  # off by default
             connection.execute("PRAGMA synchronous = FULL")  # NORMAL may lose commits
         except (sqlite3.Error, Unavailable):
@@ -178,7 +180,7 @@ class SQLite(Engine):
     def take(self, idle: list[Any]) -> "Connection":
         if not idle or time.monotonic() - self._looked_at > LOOK_INTERVAL:
             self._check_file(Unavailable)
-        while connection := pop(idle):
+        while (connection := pop(idle)) is not None:
             # SQLite's own patience is set as the connection is opened.
             if connection.patience == self._queue.patience:
                 return connection  # type: ignore[no-any-return]
@@ -217,16 +219,19 @@ class SQLite(Engine):
         return (OutcomeUnknown if is_unknown else Unavailable)(f"{error}: {self._path}")
 
     def close(self) -> None:
-        """Close the connections that are idle, and with them a database in memory.
+        """Close the connections that are idle; the engine can go on, with new ones.
 
-        What is in the -wal of a file that was replaced goes home to that file first:
-        SQLite leaves it there, and would apply it to the new file at the next start.
+        The -wal of a file that was replaced is first brought home to that file: SQLite
+        leaves it there, and would apply it to the new file at the next start.
         """
-        while connection := pop(self._idle[os.getpid()]):
-            if not self._has_its_name():
-                with suppress(sqlite3.Error):
+        while (connection := pop(self._idle[os.getpid()])) is not None:
+            with suppress(OSError, sqlite3.Error):
+                if not self._has_its_name():
                     connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             connection.close()
+
+    def __del__(self) -> None:
+        super().__del__()
         if self._kept:
             self._kept.close()
 
@@ -240,20 +245,27 @@ class SQLite(Engine):
         self._file = os.stat(self._path)
 
     def _check_file(self, outage: type[Unavailable]) -> None:
-        """A file that was removed or replaced takes writes that nobody would find."""
+        """Raise this outage if the file was removed or replaced.
+
+        SQLite would go on with it, and nobody would find what was written.
+        """
         self._looked_at = time.monotonic()
-        if not self._has_its_name():
+        try:
+            has_its_name = self._has_its_name()
+        except OSError as error:
+            raise outage(f"{error.strerror}: {self._path}") from error
+        if not has_its_name:
             self._looked_at = 0.0
             self.close()
             reason = "the file was removed or replaced; restart the service to use"
             raise outage(f"{reason} {self._path}")
 
     def _has_its_name(self) -> bool:
-        if not self._is_file:
+        if self._file is None:  # in memory, or not created yet
             return True
         try:  # without os.path.samestat, which costs a third more
             found, file = os.stat(self._path), self._file
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
         return found.st_ino == file.st_ino and found.st_dev == file.st_dev
 
@@ -272,6 +284,7 @@ class SQLite(Engine):
                 connection.executescript(f"BEGIN IMMEDIATE; {steps} {mark}; COMMIT;")
 
     def _is_ready(self, connection: sqlite3.Connection) -> bool:
+        # "delete" is SQLite's default, and the mode of a restored copy.
         [(mode,)] = connection.execute("PRAGMA journal_mode").fetchall()
         return not self._missing(connection) and mode != "delete"
 
@@ -306,14 +319,14 @@ class Queue:
     def turn(self) -> Iterator[None]:
         """Raises Unavailable if the patience ends first."""
         try:
-            with ExitStack() as turn:
+            with ExitStack() as held:
                 deadline = time.monotonic() + self.patience
                 first = self._first[os.getpid()]
                 if not first.acquire(timeout=self.patience):
                     raise Unavailable(f"other writers take too long: {self._path}")
-                turn.callback(first.release)
+                held.callback(first.release)
                 if self._path:
-                    turn.enter_context(locked(self._path, deadline))
+                    held.enter_context(locked(self._path, deadline))
                 yield
         except Unavailable:
             self.patience = SHORT_PATIENCE
@@ -326,6 +339,6 @@ ENGINES: WeakSet[SQLite] = WeakSet()  # those on a file
 
 @atexit.register
 def close_all() -> None:
-    """Leave the files in order: Python's own end may not call __del__, or too late."""
+    """Close the files properly: at exit, Python may call __del__ late or never."""
     for engine in list(ENGINES):
         engine.close()

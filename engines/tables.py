@@ -1,6 +1,7 @@
 """The members of a Project, the tables that keep them, and the SQL that engines share.
 
-The tables are written in SQLite's words for the types.
+The tables are written with SQLite's types. In a statement, `:name` is a parameter, and `%`
+is not allowed: see engines.postgres.as_psycopg.
 """
 
 TEXT, INTEGER, JSON = "text", "integer", "JSON"
@@ -72,9 +73,9 @@ CREATE TABLE part (                                 -- a region, zone, parcel, c
 CREATE INDEX part_project ON part (project);
 """
 COUNT_CREATED = """UPDATE account SET created =
-    (SELECT coalesce(max(seq), 0) FROM project WHERE account = account.name)"""
+    (SELECT coalesce(max(seq), 0) FROM project WHERE project.account = account.name)"""
 COUNT_PROJECTS = """UPDATE account SET projects =
-    (SELECT count(*) FROM project WHERE account = account.name)"""
+    (SELECT count(*) FROM project WHERE project.account = account.name)"""
 
 # The ETag of a list is the account's revision, with a suffix that names the page.
 FROM_LIST_ETAG = """FROM (SELECT coalesce((SELECT revision FROM account WHERE name = :account), '')
@@ -84,8 +85,8 @@ PAGE_ROWS = """project WHERE account = :account AND seq > :after
     ORDER BY seq LIMIT :size OFFSET :offset"""
 # The last seq of the page; null if it is the account's last.
 NEXT_AFTER = "nullif(max(seq), (SELECT max(seq) FROM project WHERE account = :account))"
-# Returns what the first claim of the key has left. To set what is there already is how
-# the statement returns it, and holds it until the transaction ends.
+# Returns the first claim of the key. The update changes nothing: it makes the statement
+# return that row, and lock it until the transaction ends.
 CLAIM_KEY = """INSERT INTO idempotency_key (account, key, digest, project)
     VALUES (:account, :key, :digest, :project)
     ON CONFLICT (account, key) DO UPDATE SET digest = idempotency_key.digest

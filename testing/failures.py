@@ -31,9 +31,9 @@ FAILURE = "gardening.failure"  # of a request, in its WSGI environment
 
 
 class Failure(NamedTuple):
-    """What happens to a request, in this order; by default it gets its response."""
+    """What happens to a request, in this order; by default, it is served normally."""
 
-    seconds: int = 0  # that pass first
+    seconds: int = 0  # to wait first
     is_served: bool = False  # the service does its work, and nobody sees the response
     is_closed: bool = False  # the connection closes without a response
     status: int = 0  # of the proxy's response

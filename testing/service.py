@@ -29,9 +29,9 @@ from gunicorn.workers.gthread import ThreadWorker
 from testing.failures import FailingService
 
 SETTINGS = Path(__file__).parent.parent / "gunicorn.conf.py"
-FOREIGN = ("FLASK_", "GARDENING_", "GUNICORN_", "WEB_CONCURRENCY")
+IGNORED_PREFIXES = ("FLASK_", "GARDENING_", "GUNICORN_", "WEB_CONCURRENCY")
 # A thread is started when all others are busy, so many of them cost nothing.
-OURS = {"accesslog": None, "loglevel": "warning", "threads": 200}
+OVERRIDES = {"accesslog": None, "loglevel": "warning", "threads": 200}
 
 
 def main() -> None:
@@ -50,7 +50,7 @@ def main() -> None:
         listener = listen(bind)
     except (OSError, ValueError) as error:
         parser.error(f"{bind} is no HOST:PORT, or [HOST]:PORT, to listen on: {error}")
-    for name in [name for name in os.environ if name.startswith(FOREIGN)]:
+    for name in [name for name in os.environ if name.startswith(IGNORED_PREFIXES)]:
         del os.environ[name]
     service = FailingService()
 
@@ -64,7 +64,7 @@ def main() -> None:
             print(json.dumps({"url": url, "token": token}), flush=True)
         except BrokenPipeError:
             os._exit(1)  # nobody is left who would call it
-        if sys.stdin:  # else it was closed, and a socket may have its number
+        if sys.stdin:  # if it was closed, a socket may have its number
             threading.Thread(target=end_with_input, daemon=True).start()
 
     Server().serve(listener, service, announce)
@@ -105,7 +105,7 @@ class Server(Application):
 
     def load_config(self) -> None:
         self.load_config_from_file(str(SETTINGS))
-        for name, value in OURS.items():
+        for name, value in OVERRIDES.items():
             self.cfg.set(name, value)
 
     def serve(self, listener: socket.socket, service: Any, announce: Any) -> None:

@@ -771,5 +771,5 @@ def test_lost_database_is_no_health(app, path):
 
 @pytest.mark.parametrize("scheme", ["sqlite", "mysql", "sqlite+pysqlite"])
 def test_url_of_another_database_is_refused(scheme):
-    with pytest.raises(Unavailable, match=re.escape(f"not with {scheme}://")):
+    with pytest.raises(Unavailable, match=re.escape(f"not {scheme}://")):
         create_app({"DATABASE": f"{scheme}:///x.db"})

@@ -23,7 +23,7 @@ from app import create_app
 from engines import backup as module
 from engines.backup import BadBackup
 from engines.base import Unavailable
-from engines.tables import COLUMNS
+from engines.tables import APPLICATION_ID, COLUMNS, LAYOUT
 from store import KeyReused, KeySpent, Page
 
 PAGES = [None, Page(0, 2), Page(1, 20)]
@@ -389,6 +389,14 @@ FAULTS = {
         "DELETE FROM account WHERE name = 'ann'",
         r"an account does not count its Projects \('ann'\)",
     ),
+    "account without Projects": (
+        "INSERT INTO account VALUES ('ghost', 'r', 7, 7)",
+        r"an account does not count its Projects \('ghost'\)",
+    ),
+    "far future": (
+        "UPDATE token SET expires_at = 9e18",
+        r"a time is not between the years 1970 and 9999 \(1\)",
+    ),
     "sequence": (
         "UPDATE sqlite_sequence SET seq = '1; DROP TABLE token'",
         "the last ID of a token is no integer",
@@ -456,6 +464,37 @@ def test_damaged_backup_is_refused_or_can_be_read(filled, tmp_path):
                 projects = json.loads(store.list_projects(account.name, ()).document)
                 assert len(projects) == account.projects
     assert 10 < refused < 40
+
+
+def test_backup_without_the_last_id_of_a_token_is_refused(filled, target, file):
+    with closing(sqlite3.connect(filled)) as good:
+        lines = [line for line in good.iterdump() if "sqlite_sequence" not in line]
+    with closing(sqlite3.connect(file)) as bad:
+        bad.executescript("".join(lines).replace("AUTOINCREMENT", ""))
+        bad.executescript(f"PRAGMA application_id = {APPLICATION_ID}")
+        bad.executescript(f"PRAGMA user_version = {LAYOUT}")
+    told = flask(target, "restore", file, status=1)
+    assert told == f"Error: the last ID of a token is missing: {file}\n"
+
+
+def test_file_in_another_encoding_or_a_folder_is_refused(target, tmp_path):
+    file = tmp_path / "utf-16.db"
+    with closing(sqlite3.connect(file)) as other:
+        other.execute("PRAGMA encoding = 'UTF-16'")
+        other.execute("CREATE TABLE t (x)")
+    for path in (file, tmp_path):
+        told = flask(target, "restore", str(path), status=1)
+        assert told.startswith("Error: ") and told.endswith(f": {path}\n")
+        assert told.count("\n") == 1 and "file://" not in told
+
+
+def test_database_in_memory_can_be_copied_and_restored(file):
+    with closing(store_on(":memory:")) as store:
+        created = store.create_project("ann", {})
+        backup(store, file)
+    with closing(store_on(":memory:")) as restored:
+        restore(restored, file)
+        assert restored.get_project("ann", created.id) == created
 
 
 @on_sqlite

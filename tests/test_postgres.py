@@ -729,3 +729,21 @@ def test_full_disk_stops_writes_until_there_is_room(primary, small_disk, open_st
     store.create_project("ann", members)
     total = json.loads(store.list_projects("ann", (), Page(0, 1)).document)["total"]
     assert total == made + 1
+
+
+def test_silent_host_before_one_that_refuses_is_tried_by_one_at_a_time():
+    """psycopg reports the last host, which has been heard."""
+    with socket.create_server(("127.0.0.1", 0)) as silent, socket.socket() as refusing:
+        refusing.bind(("127.0.0.1", 0))
+        ports = (each.getsockname()[1] for each in (silent, refusing))
+        hosts = ",".join(f"127.0.0.1:{port}" for port in ports)
+        store = Store(PostgreSQL(f"postgresql://ann@{hosts}/gardening"))
+
+        def seconds(_):
+            started = time.monotonic()
+            with pytest.raises(Unavailable):
+                store.check()
+            return time.monotonic() - started
+
+        seconds(0)
+        assert sum(at_once(seconds, 8)) < 8

@@ -935,6 +935,29 @@ def test_memory_is_shared_by_threads_and_by_nobody_else(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_memory_outlives_a_close():
+    store = Store(SQLite(":memory:"))
+    created = store.create_project("ann", {})
+    store.close()
+    assert store.get_project("ann", created.id) == created
+
+
+@on_sqlite
+def test_folder_that_became_a_file_is_an_outage(store, park, path):
+    folder = Path(path).parent
+    away = folder.with_name(f"{folder.name}-away")
+    folder.rename(away)
+    try:
+        folder.write_text("in the way")
+        for use in (store.check, lambda: store.create_project("ann", {})):
+            with pytest.raises(Unavailable):
+                use()
+        store.close()
+    finally:
+        folder.unlink()
+        away.rename(folder)
+
+
 @on_sqlite
 def test_writers_queue_in_the_lock_file(store, park, path):
     with hold_queue(path) as release:

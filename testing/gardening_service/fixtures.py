@@ -45,7 +45,7 @@ class Service:
         return list(self._call("GET", f"/test/tokens/{quote(token)}")["fail"])
 
     def revoke(self, token: str) -> None:
-        """Let the next request with it get 401. Raises ValueError for an unknown token."""
+        """Its next request gets 401. Raises ValueError for an unknown token."""
         self._call("DELETE", f"/test/tokens/{quote(token)}")
 
     def _call(self, method: str, path: str, body: object = None) -> Any:
