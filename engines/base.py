@@ -49,7 +49,7 @@ class Engine(ABC):
     START_TRIGGERS: tuple[str, ...]
 
     def __init__(self) -> None:
-        self._idle: dict[int, list[Any]] = defaultdict(list)
+        self.idle: dict[int, list[Any]] = defaultdict(list)
 
     @abstractmethod
     def connect(self) -> Any:
@@ -78,7 +78,7 @@ class Engine(ABC):
 
     def read(self, sql: str, values: Values) -> Rows:
         """All rows of a statement. Raises Unavailable."""
-        with self.session() as connection:
+        with Session(self) as connection:
             return self.execute(connection, sql, values)
 
     def write(self, sql: str, values: Values) -> Rows:
@@ -106,7 +106,7 @@ class Engine(ABC):
             connection.execute("COMMIT")
 
     def session(self, writes: bool = False) -> AbstractContextManager[Any]:
-        return Session(self, self._idle[os.getpid()], writes)
+        return Session(self, writes)
 
     def check(self) -> None:
         """Raises Unavailable if the database cannot be read now."""
@@ -132,7 +132,7 @@ class Engine(ABC):
 
     def close(self) -> None:
         """Close the connections that are idle; the engine can go on, with new ones."""
-        idle = self._idle[os.getpid()]
+        idle = self.idle[os.getpid()]
         while (connection := pop(idle)) is not None:
             connection.close()
 
@@ -148,10 +148,11 @@ class Session:
 
     __slots__ = ("connection", "engine", "idle", "writes")
 
-    def __init__(self, engine: Engine, idle: list[Any], writes: bool) -> None:
-        self.engine, self.idle, self.writes = engine, idle, writes
+    def __init__(self, engine: Engine, writes: bool = False) -> None:
+        self.engine, self.writes = engine, writes
 
     def __enter__(self) -> Any:
+        self.idle = self.engine.idle[os.getpid()]
         try:
             self.connection = self.engine.take(self.idle)
         except BaseException as error:

@@ -224,7 +224,7 @@ class SQLite(Engine):
         The -wal of a file that was replaced is first brought home to that file: SQLite
         leaves it there, and would apply it to the new file at the next start.
         """
-        while (connection := pop(self._idle[os.getpid()])) is not None:
+        while (connection := pop(self.idle[os.getpid()])) is not None:
             with suppress(OSError, sqlite3.Error):
                 if not self._has_its_name():
                     connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
