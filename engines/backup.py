@@ -31,6 +31,9 @@ FAULTS = {
         LEFT JOIN project ON project.account = known.name
         GROUP BY known.name
         HAVING projects IS NOT count(seq) OR created < max(seq)""",
+    "a token has an ID above the last one": """
+        SELECT id FROM token
+        WHERE id > (SELECT seq FROM sqlite_sequence WHERE name = 'token')""",
     "a time is not between the years 1970 and 9999": f"""
         SELECT id FROM token
         WHERE created_at NOT BETWEEN 0 AND {END} OR expires_at NOT BETWEEN 0 AND {END}

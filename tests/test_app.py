@@ -11,7 +11,8 @@ from itertools import chain
 import pytest
 from conftest import on_sqlite
 from flask.testing import FlaskClient
-from running import POINT, PROJECTS, at_once
+from outside import copy
+from running import POINT, PROJECTS, at_once, run
 
 from app import create_app
 from engines.base import Unavailable
@@ -773,3 +774,58 @@ def test_lost_database_is_no_health(app, path):
 def test_url_of_another_database_is_refused(scheme):
     with pytest.raises(Unavailable, match=re.escape(f"not {scheme}://")):
         create_app({"DATABASE": f"{scheme}:///x.db"})
+
+
+@pytest.mark.parametrize("query", ["", "?size=1"])
+def test_list_that_a_weak_etag_names_is_neither_read_nor_linked(client, raw, query):
+    for _ in range(2):
+        client.post(PROJECTS, json={})
+    tag = client.get(PROJECTS + query).headers["ETag"]
+    raw.execute("UPDATE project SET location = '{'")  # which no document can hold
+    # A trigger of SQLite's has changed the tag.
+    raw.execute(f"UPDATE account SET revision = '{tag.strip(chr(34)).split('-')[0]}'")
+    for known in (tag, f"W/{tag}"):
+        answer = client.get(PROJECTS + query, headers={"If-None-Match": known})
+        assert (answer.status_code, answer.headers["ETag"]) == (304, tag)
+        assert "Link" not in answer.headers
+
+
+START = """
+from app import create_app
+try:
+    create_app()
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_empty_setting_is_none(tmp_path):
+    copy(tmp_path)
+    environment = os.environ | {"FLASK_DATABASE": ""}
+    run(sys.executable, "-c", START, folder=tmp_path, environment=environment)
+    assert databases(tmp_path / "instance") == ["gardening.db"]
+
+
+def test_instance_folder_that_is_a_file_is_unavailable(tmp_path):
+    copy(tmp_path)
+    (tmp_path / "instance").touch()
+    environment = {k: v for k, v in os.environ.items() if k != "FLASK_DATABASE"}
+    script = [sys.executable, "-c", START]
+    ended = run(*script, folder=tmp_path, environment=environment)
+    assert ended.stdout == f"Unavailable File exists: {tmp_path}/instance\n"
+
+
+@on_sqlite
+def test_page_has_its_policy_and_its_options(app):
+    pytest.importorskip("flask_swagger_ui")
+    page = FlaskClient(app, app.response_class).get("/docs/")
+    policy = page.headers["Content-Security-Policy"]
+    own, _, hashes = policy.rpartition("script-src 'self' ")
+    assert own == (
+        "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
+        "object-src 'none'; base-uri 'none'; frame-ancestors 'none'; "
+    )
+    assert re.fullmatch(r"('sha256-[\w+/]{43}='( |$))+", hashes)
+    assert '"validatorUrl": null' in page.text  # else a badge calls another host
+    assert '"url": "../openapi.json"' in page.text
+    assert '"layout": "BaseLayout"' in page.text

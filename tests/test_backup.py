@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import select
 import shutil
 import signal
 import sqlite3
@@ -17,12 +18,25 @@ from pathlib import Path
 import psycopg
 import pytest
 from conftest import on_sqlite, store_on
-from running import BIN, LIMIT, POINT, ROOT, at_once, fill, is_locked, wait_for
+from running import (
+    BIN,
+    LIMIT,
+    POINT,
+    ROOT,
+    at_once,
+    fill,
+    is_locked,
+    needs,
+    run,
+    wait_for,
+    workers,
+)
 
 from app import create_app
 from engines import backup as module
 from engines.backup import BadBackup
 from engines.base import Unavailable
+from engines.postgres import TIMEOUT
 from engines.tables import APPLICATION_ID, COLUMNS, LAYOUT
 from store import KeyReused, KeySpent, Page
 
@@ -339,6 +353,10 @@ FAULTS = {
         "DROP TABLE part; CREATE VIEW part AS SELECT 'p' id, 'x' project, 'y' kind",
         "part has other columns than id",
     ),
+    "virtual table": (
+        "DROP TABLE part; CREATE VIRTUAL TABLE part USING fts5(id, project, kind)",
+        "part has other columns than id",
+    ),
     "more columns": (
         "ALTER TABLE token ADD COLUMN notes TEXT",
         "token has other columns than id, account, digest",
@@ -373,6 +391,10 @@ FAULTS = {
         "UPDATE project SET name = CAST(x'61ff' AS TEXT)",
         "project holds text that is not UTF-8",
     ),
+    "bytes of a key": (
+        "UPDATE idempotency_key SET key = CAST(x'61ff' AS TEXT)",
+        "idempotency_key holds text that is not UTF-8",
+    ),
     "location": (
         "UPDATE project SET location = '[1' WHERE seq = 1",
         r"the location of a Project is not JSON \('[0-9a-f]{24}'\)",
@@ -396,6 +418,10 @@ FAULTS = {
     "far future": (
         "UPDATE token SET expires_at = 9e18",
         r"a time is not between the years 1970 and 9999 \(1\)",
+    ),
+    "lower sequence": (
+        "UPDATE sqlite_sequence SET seq = 1 WHERE name = 'token'",
+        r"a token has an ID above the last one \(2\)",
     ),
     "sequence": (
         "UPDATE sqlite_sequence SET seq = '1; DROP TABLE token'",
@@ -538,6 +564,9 @@ def test_u0000_of_an_older_release_is_refused_by_postgresql(store, file, target)
         flask(target, "restore", file)
 
 
+FSYNC = {"x86_64": "74", "aarch64": "82"}.get(os.uname().machine)  # to the kernel
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_interrupted_backup_leaves_nothing_for_long(store, database, tmp_path, number):
     """Nothing at all, or what the next backup removes, whatever its name."""
@@ -545,15 +574,24 @@ def test_interrupted_backup_leaves_nothing_for_long(store, database, tmp_path, n
         store.create_project("ann", {"name": "x" * 1000})
     folder = tmp_path / "backups"
     folder.mkdir()
-    command = ["strace", "-f", "-qq", "-o", os.devnull, "-e"]
+    # In the background of a shell, SIGINT would be ignored.
+    command = ["env", "--default-signal=INT"]
+    command += ["strace", "-f", "-qq", "-o", os.devnull, "-e"]
     command += ["inject=fsync:delay_enter=20000000"]  # microseconds
     command += [BIN / "flask", "backup", str(folder / "one.db")]
     environment = os.environ | {"FLASK_DATABASE": database}
     with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL, process_group=0
+        command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL
     ) as process:
         wait_for(lambda: list(folder.glob("*/backup.db")))
-        os.killpg(process.pid, number)
+        [traced] = workers(process)
+        # A signal at any other stop could be lost with strace.
+        now = Path(f"/proc/{traced}/syscall")
+        wait_for(lambda: now.read_text().split()[0] == FSYNC)
+        with open(os.pidfd_open(traced)) as ended:
+            os.kill(traced, number)
+            process.kill()
+            assert select.select([ended], [], [], LIMIT)[0]
     if number == signal.SIGKILL:
         [left] = folder.iterdir()
         wait_for(lambda: not is_locked(left))
@@ -588,3 +626,183 @@ def test_tables_are_copied_whole(raw, open_store):
         select = "SELECT tablename FROM pg_tables WHERE schemaname = 'public'"
     tables = {name for (name,) in raw.execute(select)} - {"sqlite_sequence"}
     assert tables == set(COLUMNS)
+
+
+@on_sqlite
+@pytest.mark.parametrize("name", ["a#1.db", "odd ?%20&.db", "file:x?mode=rw", "grün"])
+def test_file_may_have_any_name(source, database, tmp_path, monkeypatch, name):
+    """Also one that is relative to the present folder."""
+    monkeypatch.chdir(tmp_path)
+    assert flask(database, "backup", name) == ""
+    told = "Restored 2 accounts, 19 Projects and 2 tokens.\n"
+    assert flask(str(tmp_path / "target.db"), "restore", name) == told
+
+
+SLOW_FILLING = f"""
+CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS
+    $$BEGIN PERFORM pg_sleep({TIMEOUT + 0.2}); RETURN NULL; END$$;
+CREATE TRIGGER slow BEFORE INSERT ON account EXECUTE FUNCTION slow()
+"""
+SLOW_READING = f"""
+ALTER TABLE account RENAME TO accounts;
+CREATE VIEW account AS SELECT accounts.* FROM accounts, pg_sleep({TIMEOUT + 0.2})
+"""
+
+
+@pytest.mark.parametrize("database", ["PostgreSQL"], indirect=True)
+def test_restore_may_take_longer_than_a_request(store, raw, filled):
+    raw.execute(SLOW_FILLING)
+    restore(store, filled)
+    assert [account.name for account in store.list_accounts()] == ["ann", "bob"]
+
+
+@pytest.mark.parametrize("database", ["PostgreSQL"], indirect=True)
+def test_backup_may_take_longer_than_a_request(store, raw, file):
+    store.create_project("ann", {})
+    raw.execute(SLOW_READING)
+    backup(store, file)
+    with closing(sqlite3.connect(file)) as copy:
+        assert copy.execute("SELECT name FROM account").fetchall() == [("ann",)]
+
+
+@on_sqlite
+@needs("strace")
+def test_backup_is_on_the_disk_before_it_has_its_name(store, database, file, tmp_path):
+    """By an fsync of our own, whatever SQLite does."""
+    calls = "trace=fsync,rename,renameat,renameat2"
+    command = ["strace", "-f", "-qq", "-y", "-o", tmp_path / "calls", "-e", calls]
+    environment = os.environ | {"FLASK_DATABASE": database}
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"  # which renames files of its own
+    run(*command, BIN / "flask", "backup", file, environment=environment)
+    made = re.findall(
+        r"(fsync|rename).*?([^/]+)[>\"][),]", (tmp_path / "calls").read_text()
+    )
+    assert made == [
+        ("fsync", "backup.db"),
+        ("rename", "backup.db"),
+        ("fsync", tmp_path.name),
+    ]
+
+
+BACK_UP = """
+import re, sys
+from pathlib import Path
+from engines import backup
+from engines.postgres import PostgreSQL
+
+def peak():
+    return int(re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1])
+
+engine = PostgreSQL(sys.argv[1])
+engine.check()
+before = peak()
+backup.backup(engine, sys.argv[2])
+print(peak() - before)
+"""
+
+
+@pytest.mark.parametrize("database", ["PostgreSQL"], indirect=True)
+def test_backup_does_not_hold_a_table_in_memory(store, raw, database, file):
+    raw.execute("""INSERT INTO project (id, account, seq, name, created_at, updated_at)
+        SELECT n, 'ann', n, repeat('x', 10000), 1, 1 FROM generate_series(1, 4000) AS n""")
+    ended = run(sys.executable, "-c", BACK_UP, database, file)
+    assert os.path.getsize(file) > 40_000_000
+    assert int(ended.stdout) < 20_000  # KiB
+
+
+def test_counting_goes_on_after_a_restore(filled, open_target):
+    restored = open_target()
+    restore(restored, filled)
+    made = restored.create_project("bob", {})
+    assert [account.projects for account in restored.list_accounts()] == [1, 61]
+    restored.delete_project("bob", made.id)
+    assert [account.projects for account in restored.list_accounts()] == [1, 60]
+
+
+def test_backup_can_be_served_as_it_is(store, file):
+    store.create_project("ann", {})
+    backup(store, file)
+    with closing(store_on(file)) as copy:
+        before = copy.list_projects("ann", ()).etag
+        id = copy.create_project("ann", {}).id
+        assert copy.list_projects("ann", ()).etag != before
+        copy.delete_project("ann", id)
+        assert [account.projects for account in copy.list_accounts()] == [1]
+
+
+def test_backup_of_layout_2_is_brought_up_to_date(filled, tmp_path, open_target):
+    file = shutil.copy(filled, tmp_path)
+    spoil(
+        file,
+        """DROP TRIGGER project_insert; DROP TRIGGER project_delete;
+        ALTER TABLE account DROP COLUMN projects; PRAGMA user_version = 2""",
+    )
+    restored = open_target()
+    restore(restored, file)
+    assert [account.projects for account in restored.list_accounts()] == [1, 60]
+    with pytest.raises(KeyReused):
+        restored.create_project("ann", {}, "key")
+
+
+def test_backup_that_has_lost_a_token_is_damaged(filled, tmp_path, open_target):
+    """Nothing but the check of its pages can tell."""
+    file = shutil.copy(filled, tmp_path)
+    with closing(sqlite3.connect(file)) as copy:
+        select = "SELECT rootpage FROM sqlite_schema WHERE name = 'token'"
+        [(page,)] = copy.execute(select).fetchall()
+        [(size,)] = copy.execute("PRAGMA page_size").fetchall()
+    with open(file, "r+b") as pages:
+        pages.seek((page - 1) * size + 3)  # the number of the rows in this page
+        assert pages.read(2) == b"\0\2"
+        pages.seek(-2, os.SEEK_CUR)
+        pages.write(b"\0\1")
+    with pytest.raises(BadBackup, match="^the backup is damaged, "):
+        restore(open_target(), file)
+
+
+@on_sqlite
+def test_restore_leaves_no_connection_to_the_backup(store, filled):
+    """Others would have it attached, and keep it open."""
+    restore(store, filled)
+    store.list_tokens()
+    opened = [
+        os.readlink(file)
+        for file in Path("/proc/self/fd").iterdir()
+        if file.is_symlink()
+    ]
+    assert filled not in opened
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "INSERT INTO account (name, revision) VALUES (?, '')",
+        "UPDATE token SET account = ?",
+        "UPDATE idempotency_key SET key = ?",
+    ],
+)
+@pytest.mark.parametrize("target", ["PostgreSQL"], indirect=True)
+def test_u0000_is_refused_wherever_it_is(filled, tmp_path, target, statement):
+    file = shutil.copy(filled, tmp_path)
+    with closing(sqlite3.connect(file)) as copy, copy:
+        copy.execute(statement, ["a\0"])
+    told = flask(target, "restore", file, status=1)
+    assert told.startswith("Error: U+0000, which PostgreSQL cannot hold, is in the ")
+    assert told.count("\n") == 1
+
+
+def test_one_backup_leaves_another_alone_that_is_being_made(source, tmp_path):
+    at_once(lambda number: backup(source, str(tmp_path / f"{number}.db")), 4)
+    for number in range(4):
+        with closing(sqlite3.connect(tmp_path / f"{number}.db")) as copy:
+            assert copy.execute("SELECT count(*) FROM project").fetchall() == [(19,)]
+
+
+@on_sqlite
+def test_signals_mean_after_a_backup_what_they_meant_before(store, database, file):
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        flask(database, "backup", file)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)

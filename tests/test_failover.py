@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from collections import Counter
@@ -294,3 +295,23 @@ def test_silent_server_that_refused_meanwhile_is_used_as_soon_as_it_is_back(
     wait_for(lambda: "Connection refused" in reason())
     fragile.run("pg_ctl", "start")
     assert store.list_tokens() == []
+
+
+def test_silent_server_holds_up_one_of_many_at_a_time(open_url):
+    """Within 4 s, 8 threads together wait for about as long, and not for 8 times that."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        store = open_url(f"postgresql://u@127.0.0.1:{silent.getsockname()[1]}/db")
+        with fails(Unavailable):
+            store.list_tokens()
+        end = time.monotonic() + 4
+
+        def wait(_):
+            waited = 0.0
+            while (started := time.monotonic()) < end:
+                with fails(Unavailable):
+                    store.list_tokens()
+                waited += time.monotonic() - started
+                time.sleep(0.05)  # as a client would pause
+            return waited
+
+        assert sum(at_once(wait, 8)) < 8

@@ -144,13 +144,19 @@ def test_nothing_in_a_path_or_header_forges_a_log_line(log, token, text):
 
 
 def test_backslashes_and_quotes_are_escaped_in_the_log(log, shared):
-    token = token_on(shared.database, 'a"b\\')
-    [line] = log(
-        f'GET /a\\"b\\ HTTP/1.1\r\nX-Request-Id: c\\"d\\\r\n'
-        f"Authorization: Bearer {token}",
-        f"GET {HELLO}/auth HTTP/1.1\r\nAuthorization: Bearer {token}",
-    )[:1]
+    """So that no two accounts have the same line."""
+    names = ['a"b\\', 'a\\"b', 'a" "GET', "a\\\\b", "a\\b"]
+    tokens = [token_on(shared.database, name) for name in names]
+    line, *lines = log(
+        'GET /a\\"b\\ HTTP/1.1\r\nX-Request-Id: c\\"d\\',
+        *(
+            f"PUT {HELLO}/auth HTTP/1.1\r\nAuthorization: Bearer {token}"
+            for token in tokens
+        ),
+    )
     assert line.startswith(r'c\\\"d\\ "-" "GET /a\\\"b\\" 404 ')
+    logged = [re.match(r'- "((?:[^"\\]|\\.)*)/\d+" "PUT ', line) for line in lines]
+    assert [re.sub(r"\\(.)", r"\1", found[1]) for found in logged] == names
 
 
 # With "-", as half of all tokens have one: no part of it may stay.

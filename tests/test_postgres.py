@@ -747,3 +747,26 @@ def test_silent_host_before_one_that_refuses_is_tried_by_one_at_a_time():
 
         seconds(0)
         assert sum(at_once(seconds, 8)) < 8
+
+
+def test_database_that_was_refused_is_refused_again(database, open_store):
+    """And not written to, as if the refusal had prepared it."""
+    open_store(database).create_project("ann", {})
+    comment = "COMMENT ON TABLE project IS 'Gardening Project Service, layout 99'"
+    execute(database, comment)
+    store = open_store(database)
+    for _ in range(3):
+        with fails(Unavailable, "made by a newer release"):
+            store.create_project("ann", {})
+    assert execute(database, "SELECT created FROM account") == [(1,)]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["flask", "run", "--port=0"], ["flask", "token", "list"]],
+    ids=lambda command: "-".join(command[:2]),
+)
+def test_command_with_a_server_out_of_reach_is_one_line(command):
+    told = run("postgresql://u@127.0.0.1:1/db", *command, refused=True)
+    check_refusal(told)
+    assert "Connection refused" in told

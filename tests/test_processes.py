@@ -27,6 +27,7 @@ from running import (
     flask_run,
     gunicorn,
     run,
+    wait_for,
     workers,
 )
 
@@ -334,3 +335,53 @@ def test_service_that_is_stopped_leaves_nothing_beside_a_replaced_file(
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
         names = connection.execute("SELECT name FROM project").fetchall()
         assert names == [("in the backup",)]
+
+
+FORK = """
+import os, sys
+from pathlib import Path
+from engines.sqlite import SQLite
+from store import Store
+
+def opened():
+    links = [os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
+    return links.count(sys.argv[1])
+
+store = Store(SQLite(sys.argv[1]))
+store.create_project("ann", {})
+before = opened()
+child = os.fork()
+store.create_project("ann", {})
+assert opened() == before + (not child), opened()
+assert not child or os.wait()[1] == 0
+store.create_project("ann", {})
+"""
+
+
+def test_fork_takes_no_connection_along(path, check_integrity):
+    """SQLite's locks are those of the process that took them."""
+    run(sys.executable, "-c", FORK, path)
+    with closing(sqlite3.connect(path)) as connection:
+        count = "SELECT projects FROM account"
+        assert connection.execute(count).fetchall() == [(5,)]
+
+
+def test_reload_serves_the_code_of_the_next_release(environment, tmp_path):
+    """The master, which outlives the reload, has imported nothing of the last one."""
+    copy(tmp_path)
+    with gunicorn(environment, f"--chdir={tmp_path}") as (process, port):
+
+        def greeting():
+            with Client(port, "x") as client:
+                return client.call("GET", "/api/v1/hello-service")[1]["greetings"]
+
+        assert greeting() == "Hello from the Gardening Project Service!"
+        for file, old, new in [
+            ("app.py", "Hello from", "{commands.NEXT} from"),
+            ("commands.py", "MAX_DAYS =", "NEXT = 'Welcome'\nMAX_DAYS ="),
+        ]:
+            text = (tmp_path / file).read_text()
+            assert old in text
+            (tmp_path / file).write_text(text.replace(old, new))
+        os.kill(process.pid, signal.SIGHUP)
+        wait_for(lambda: greeting().startswith("Welcome from "))

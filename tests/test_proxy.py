@@ -2,6 +2,7 @@
 
 import gzip
 import http.client
+import http.server
 import json
 import os
 import re
@@ -495,3 +496,32 @@ def test_hostile_client_costs_nobody_else_a_request(environment, token, tmp_path
     assert accepted == {201: 1000}
     assert set(refused) == {401, 413}
     assert refused.total() >= 100
+
+
+@pytest.mark.parametrize("prefix", ["", "/garden"])
+def test_connection_to_the_service_is_kept(tmp_path, prefix):
+    """Else the tests of idle connections would test nothing."""
+    callers = []
+
+    class Service(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            callers.append(self.client_address)
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Service) as service:
+        service.daemon_threads = True
+        threading.Thread(target=service.serve_forever, daemon=True).start()
+        with (
+            proxy(tmp_path, service.server_port) as nginx,
+            TLSClient(nginx.port, "x") as client,
+        ):
+            for _ in range(3):
+                assert client.fetch("GET", prefix + PROJECTS)[0] == 204
+        service.shutdown()
+    assert len(callers) == 3 and len(set(callers)) == 1

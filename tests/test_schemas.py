@@ -152,3 +152,19 @@ def test_first_row_of_any_page_is_a_number_that_a_database_takes():
 
 def test_unknown_query_parameter_is_refused():
     assert list(errors(schemas.PAGE, {"pgae": "1"})) == ["pgae"]
+
+
+@pytest.mark.parametrize(
+    ("coordinates", "told"),
+    [
+        (None, "Field may not be null."),
+        ("12", "Not a valid array."),
+        ({"0": 1, "1": 2}, "Not a valid array."),
+        ([1], "Length must be 2."),
+    ],
+)
+def test_refusal_of_coordinates_is_in_the_callers_terms(coordinates, told):
+    """Without a word of Python, such as tuple."""
+    location = POINT | {"coordinates": coordinates}
+    found = errors(schemas.PROJECT, {"location": location})
+    assert found == {"location": {"coordinates": [told]}}

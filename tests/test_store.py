@@ -1237,3 +1237,176 @@ def test_damaged_file_is_unavailable_until_it_is_mended(store, park, path, kept)
         file.seek(0)
         file.write(good)
     assert store.get_project("ann", park.id) == park
+
+
+@on_sqlite
+def test_create_with_a_key_queues_like_any_other_write(store, park, path):
+    with hold_queue(path) as release:
+        assert_waits(lambda: store.create_project("ann", {}, key="k"), release)
+    assert len(listed(store)) == 2
+
+
+@on_sqlite
+def test_writer_whose_statement_stalls_holds_up_its_process_no_longer(store, park):
+    """Nor does it hold up readers."""
+
+    def create():
+        started = time.monotonic()
+        with pytest.raises(Unavailable, match="^other writers take too long: "):
+            store.create_project("ann", {})
+        return time.monotonic() - started
+
+    with ThreadPoolExecutor() as pool:
+        with store.engine.transaction():
+            assert PATIENCE <= pool.submit(create).result(2 * PATIENCE) < 2 * PATIENCE
+            assert store.get_project("ann", park.id) == park
+        store.create_project("ann", {})
+
+
+WRITE_WITHOUT_SPACE = """
+import resource, sys
+from engines.sqlite import SQLite
+from store import Store
+store = Store(SQLite(sys.argv[1]))
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # SQLite cannot create the -shm
+try:
+    store.create_project("ann", {})
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_write_that_failed_before_it_was_sent_was_not_made(path):
+    """The connection itself met the I/O error."""
+    ended = run(sys.executable, "-c", WRITE_WITHOUT_SPACE, path)
+    assert ended.stdout == f"Unavailable disk I/O error: {path}\n"
+
+
+WRITE_WITHOUT_DESCRIPTORS = """
+import os, resource, sys
+from engines.sqlite import SQLite
+from store import Store
+store = Store(SQLite(sys.argv[1]))
+store.create_project("ann", {})
+number = os.dup(0)
+os.close(number)
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (number, most))
+try:
+    store.create_project("ann", {})
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_process_that_may_open_no_more_files_is_unavailable_to_writers(path):
+    ended = run(sys.executable, "-c", WRITE_WITHOUT_DESCRIPTORS, path)
+    assert ended.stdout == f"Unavailable Too many open files: {path}-lock\n"
+
+
+TAKE_TURNS = """
+import multiprocessing, sys, time
+from engines.sqlite import SQLite
+from store import Store
+
+def write(count):
+    together.wait()
+    for _ in range(count):
+        store.create_project("ann", {})
+
+store = Store(SQLite(sys.argv[1]))
+fork = multiprocessing.get_context("fork")
+for number in (1, 16):
+    together = fork.Barrier(number + 1, timeout=60)
+    processes = [
+        fork.Process(target=write, args=[960 // number]) for _ in range(number)
+    ]
+    for process in processes:
+        process.start()
+    together.wait()
+    started = time.monotonic()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    print(time.monotonic() - started)
+"""
+
+
+def test_many_processes_take_turns_at_once_and_none_is_refused(path):
+    """960 writes of one process, and then of 16."""
+    alone, many = map(float, run(sys.executable, "-c", TAKE_TURNS, path).stdout.split())
+    assert many < 2 * alone + 0.8
+
+
+OUTAGES = {
+    "SQLITE_BUSY": Unavailable,
+    "SQLITE_BUSY_SNAPSHOT": Unavailable,
+    "SQLITE_LOCKED": Unavailable,
+    "SQLITE_READONLY_DBMOVED": Unavailable,
+    "SQLITE_CORRUPT": Unavailable,
+    "SQLITE_FULL": Unavailable,
+    "SQLITE_CANTOPEN": Unavailable,
+    "SQLITE_PROTOCOL": Unavailable,
+    "SQLITE_NOTADB": Unavailable,
+    "SQLITE_IOERR_FSYNC": OutcomeUnknown,
+    "SQLITE_ERROR": None,
+    "SQLITE_CONSTRAINT_UNIQUE": None,
+    "SQLITE_MISUSE": None,
+    "SQLITE_SCHEMA": None,
+}
+
+
+@on_sqlite
+@pytest.mark.parametrize(("name", "outage"), OUTAGES.items())
+def test_code_of_an_error_tells_whether_it_is_an_outage(store, name, outage):
+    error = sqlite3.OperationalError("planned")
+    error.sqlite_errorname = name
+    for writes, expected in [(True, outage), (False, outage and Unavailable)]:
+        found = store.engine.outage(error, writes)
+        assert (type(found) if found else None) is expected
+
+
+def test_tokens_and_accounts_are_in_order_however_the_rows_lie(store, raw):
+    digest = "CAST('{}' AS BLOB)" if is_sqlite(raw) else "'{}'::bytea"
+    for id, account in [(3, "eve"), (1, "bob"), (2, "ann")]:
+        raw.execute(f"""INSERT INTO token (id, account, digest, created_at)
+            VALUES ({id}, '{account}', {digest.format(id)}, 1)""")
+    assert [token.id for token in store.list_tokens()] == [1, 2, 3]
+    assert [row.name for row in store.list_accounts()] == ["ann", "bob", "eve"]
+
+
+@on_sqlite
+def test_write_at_once_after_its_file_was_replaced_is_not_made(store, park, path, raw):
+    """Over a connection that is idle, and that no read has looked after."""
+    raw.execute("VACUUM INTO ?", [f"{path}-copy"])
+    store.create_project("ann", {})
+    os.rename(f"{path}-copy", path)
+    with pytest.raises(Unavailable, match=RESTART.format(path)) as failure:
+        store.create_project("ann", {})
+    assert type(failure.value) is Unavailable
+
+
+def test_link_that_leads_nowhere_yet_names_the_new_file(tmp_path):
+    link, file = tmp_path / "link.db", tmp_path / "file.db"
+    link.symlink_to(file.name)
+    with closing(Store(SQLite(str(link)))) as store:
+        store.create_project("ann", {})
+    assert link.is_symlink()
+    assert file.stat().st_mode & 0o777 == 0o600
+    with closing(Store(SQLite(str(file)))) as store:
+        assert len(listed(store)) == 1
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_folder_that_is_no_folder_is_unavailable(tmp_path, is_idle):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with closing(Store(SQLite(str(folder / "gardening.db")))) as store:
+        store.create_project("ann", {})
+        if not is_idle:
+            store.close()
+        folder.rename(tmp_path / "moved")
+        folder.touch()
+        for use in (store.check, lambda: store.create_project("ann", {})):
+            with pytest.raises(Unavailable):
+                use()
