@@ -50,7 +50,7 @@ def create_empty_app():
     return app
 
 
-class Server:
+class Gunicorn:
     """gunicorn as gunicorn.conf.py has it, on a port of its own."""
 
     def __init__(self, folder, *arguments):
@@ -70,7 +70,7 @@ class Server:
             [*command, *arguments], cwd=ROOT, env=self.environment
         )
 
-    def call(self, method, path, token="", body=None):
+    def request(self, method, path, token="", body=None):
         connection = http.client.HTTPConnection("127.0.0.1", self.port)
         headers = {
             "Authorization": f"Bearer {token}",
@@ -85,7 +85,7 @@ class Server:
     def wait(self):
         while self.process.poll() is None:
             try:
-                return self.call("GET", "/")
+                return self.request("GET", "/")
             except ConnectionRefusedError:
                 continue
         sys.exit("gunicorn did not start")
@@ -120,9 +120,9 @@ class Measure:
     """A request that wrk repeats; `found` gets requests/s, p50 and p99 (ms) a round."""
 
     def __init__(
-        self, title, server, path, token="", method="GET", body=None, etag=None, mix=""
+        self, title, target, path, token="", method="GET", body=None, etag=None, mix=""
     ):
-        self.title, self.server, self.found = title, server, []
+        self.title, self.target, self.found = title, target, []
         lua = {"method": method, "path": path, "body": body}
         lua |= {"token": token, "etag": etag}
         texts = {
@@ -131,7 +131,7 @@ class Measure:
         }
         self.script = SCRIPT.format(request=mix, **texts)
 
-    def run(self, seconds):
+    def take(self, seconds):
         with tempfile.NamedTemporaryFile("w", suffix=".lua") as file:
             file.write(self.script)
             file.flush()
@@ -143,7 +143,7 @@ class Measure:
                 "-s",
                 file.name,
             ]
-            url = f"http://127.0.0.1:{self.server.port}"
+            url = f"http://127.0.0.1:{self.target.port}"
             output = subprocess.check_output([*command, url], text=True)
         *figures, errors = map(float, output.split("RESULT ")[1].split())
         if errors:
@@ -157,11 +157,11 @@ class Measure:
 def measures(empty, service):
     small, large = service.token("small"), service.token("large")
     for _ in range(20):
-        project = service.call("POST", PROJECTS, small, MEMBERS)[1]
+        project = service.request("POST", PROJECTS, small, MEMBERS)[1]
     for _ in range(1000):
-        service.call("POST", PROJECTS, large, MEMBERS)
+        service.request("POST", PROJECTS, large, MEMBERS)
     one = f"{PROJECTS}/{project['id']}"
-    tag = service.call("GET", PROJECTS, large)[0]["ETag"]
+    tag = service.request("GET", PROJECTS, large)[0]["ETag"]
     change = json.dumps({"name": "Buena Vista"})
     return [
         Measure("empty Flask view", empty, "/"),
@@ -178,22 +178,22 @@ def main(rounds=5, seconds=2):
     if not shutil.which("wrk"):
         sys.exit("wrk is missing: install it (Debian: apt-get install wrk)")
     with tempfile.TemporaryDirectory() as folder:
-        empty = Server(
+        empty = Gunicorn(
             folder, f"--pythonpath={ROOT}/tests", "benchmark:create_empty_app()"
         )
-        service = Server(folder)
+        service = Gunicorn(folder)
         try:
             empty.wait()
             service.wait()
             every = measures(empty, service)
             for _ in range(rounds):
                 for measure in every:
-                    measure.run(seconds)
-            memory = {server: server.peak_memory() for server in (empty, service)}
+                    measure.take(seconds)
+            memory = {target: target.peak_memory() for target in (empty, service)}
         finally:
-            for server in (empty, service):
-                server.process.terminate()
-                server.process.wait()
+            for target in (empty, service):
+                target.process.terminate()
+                target.process.wait()
     print(
         f"{date.today()}, {os.cpu_count()} cores, {CONNECTIONS} connections,", end=" "
     )
@@ -204,7 +204,7 @@ def main(rounds=5, seconds=2):
     for measure in every:
         rate, p50, p99 = measure.medians()
         print(f"| {measure.title} | {rate:,.0f} | {rate / base:.2f} |", end=" ")
-        print(f"{p50:.1f} | {p99:.1f} | {memory[measure.server]:.0f} |")
+        print(f"{p50:.1f} | {p99:.1f} | {memory[measure.target]:.0f} |")
 
 
 if __name__ == "__main__":

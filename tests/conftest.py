@@ -6,56 +6,28 @@ import sqlite3
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, closing, suppress
-from importlib import import_module
-from pathlib import Path
+from contextlib import ExitStack, closing, contextmanager
 
 import pytest
-from conformance import check_response
-from flask.testing import FlaskClient
-from running import LIMIT, MEMORY, PROJECTS, ROOT, run
+from rigs import chromium
+from rigs.conformance import CheckedClient
+from rigs.running import (
+    LIMIT,
+    MEMORY,
+    PROJECTS,
+    ROOT,
+    environment_of,
+    run,
+    store_on,
+    token_on,
+)
 
 from app import create_app
-from auth import digest, issue_token
-from engines.sqlite import SQLite
-from store import Store
+from auth import digest
 
-# Else each process that a test starts would compile the modules for itself.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-if MEMORY:
-    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
 pytest_plugins = ["testing.gardening_service.fixtures"]
-pytest.register_assert_rewrite("machine", "nginx")
-
-# The headless shell is the same browser without its windows, and takes less time.
-CHROMIUM = shutil.which("chromium-headless-shell") or shutil.which("chromium")
-CHROMIUM_OPTIONS = [
-    "--no-sandbox",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--no-first-run",
-    "--ignore-certificate-errors",
-    "--host-resolver-rules=MAP * 127.0.0.1",  # no request leaves the machine
-]
-# On a test that an engine cannot influence, or that is about SQLite itself.
-on_sqlite = pytest.mark.parametrize("database", ["SQLite"], indirect=True)
-
-
-def pytest_collection():
-    """Let each process of xdist start with other modules, and find the rest compiled."""
-    if worker := os.environ.get("PYTEST_XDIST_WORKER"):
-        modules = sorted(path.stem for path in Path(__file__).parent.glob("test_*.py"))
-        count = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-        first = int(worker.removeprefix("gw")) * len(modules) // count
-        for module in modules[first:] + modules[:first]:
-            with suppress(Exception, pytest.skip.Exception):  # to be reported as ever
-                import_module(module)
-
-
-def pytest_collection_modifyitems(items):
-    """Run the largest files first, so that no process is left alone with one."""
-    items.sort(key=lambda item: item.path.stat().st_size, reverse=True)
+if MEMORY:  # a third of the time of tests that write
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
 
 
 @pytest.fixture
@@ -64,33 +36,33 @@ def path(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def server():
+def pgserver():
     """A PostgreSQL server for the session."""
     pytest.importorskip("psycopg")
-    import postgresql
+    from rigs.pgserver import BINARIES, start_pgserver
 
-    if not postgresql.BINARIES:
+    if not BINARIES:
         pytest.skip("no PostgreSQL server is installed")
-    with postgresql.server(fsync="off") as server:
-        yield server
+    with start_pgserver(fsync="off") as pgserver:
+        yield pgserver
 
 
 @pytest.fixture(scope="session")
-def reused(server):
+def reused(pgserver):
     """The URL of a database, and a function that empties it for the next test."""
-    import postgresql
+    from rigs.pgserver import emptying
 
-    url = server.create_database()
-    with postgresql.emptying(url) as empty:
-        yield url, empty
+    database = pgserver.create_database()
+    with emptying(database) as empty:
+        yield database, empty
 
 
 @pytest.fixture
 def fragile():
     """A PostgreSQL server of the test's own, to be broken."""
-    import postgresql
+    from rigs.pgserver import start_pgserver
 
-    with postgresql.server(fsync="off") as fragile:
+    with start_pgserver(fsync="off") as fragile:
         yield fragile
 
 
@@ -100,23 +72,16 @@ def database(request):
     if request.param == "SQLite":
         yield request.getfixturevalue("path")
     else:
-        url, empty = request.getfixturevalue("reused")
-        yield url
+        database, empty = request.getfixturevalue("reused")
+        yield database
         empty()
 
 
-def store_on(database, clock=time.time):
-    engine = SQLite
-    if database.startswith("postgresql://"):
-        from engines.postgres import PostgreSQL as engine
-    return Store(engine(database), clock)
-
-
 @pytest.fixture
-def open_url():
-    """Opens a store on this URL, or path, and closes it after the test."""
+def open_store_on():
+    """Opens a store on this path or URL, and closes it after the test."""
     with ExitStack() as stores:
-        yield lambda url, *clock: stores.enter_context(closing(store_on(url, *clock)))
+        yield lambda *given: stores.enter_context(closing(store_on(*given)))
 
 
 @pytest.fixture
@@ -153,17 +118,22 @@ def raw(database):
 
 
 @pytest.fixture
-def lock(raw):
-    """From its call to a ROLLBACK, `raw` lets no account that there is change anything."""
+def foreign_lock(raw):
+    """A context in which another program lets no account that there is change anything."""
 
-    def lock():
+    @contextmanager
+    def foreign_lock():
         if isinstance(raw, sqlite3.Connection):
             raw.execute("BEGIN IMMEDIATE")
         else:
             raw.execute("BEGIN")
             raw.execute("SELECT * FROM account FOR UPDATE")
+        try:
+            yield
+        finally:
+            raw.execute("ROLLBACK")
 
-    return lock
+    return foreign_lock
 
 
 @pytest.fixture
@@ -183,18 +153,6 @@ def mount():
                 shutil.chown(folder, owner)
 
         yield mount
-
-
-class CheckedClient(FlaskClient):
-    """Checks each answer against openapi.json."""
-
-    def open(self, *args, **options):
-        answer = super().open(*args, **options)
-        call = answer.request
-        check_response(
-            call.method, call.path, answer.status_code, answer.headers, answer.data
-        )
-        return answer
 
 
 @pytest.fixture
@@ -236,20 +194,13 @@ def project(client):
 
 
 @pytest.fixture
-def url(project):
+def project_url(project):
     return f"{PROJECTS}/{project['id']}"
 
 
 @pytest.fixture
 def environment(path):
-    return os.environ | {"FLASK_DATABASE": path}
-
-
-def token_on(database, account="ann"):
-    """A new token, sooner than the command would print it."""
-    with closing(store_on(database)) as store:
-        token, _ = issue_token(store, account)
-        return token
+    return environment_of(path)
 
 
 @pytest.fixture
@@ -280,13 +231,12 @@ def wheels(tmp_path_factory):
 def browser():
     """Headless Chromium."""
     playwright = pytest.importorskip("playwright.sync_api")
-    if not CHROMIUM:
+    if not chromium.PROGRAM:
         pytest.skip("chromium is not installed")
+    options = {"executable_path": chromium.PROGRAM, "args": chromium.OPTIONS}
     with (
         playwright.sync_playwright() as driver,
-        driver.chromium.launch(
-            executable_path=CHROMIUM, args=CHROMIUM_OPTIONS
-        ) as browser,
+        driver.chromium.launch(**options) as browser,
     ):
         yield browser
 

@@ -9,10 +9,9 @@ import time
 from itertools import chain
 
 import pytest
-from conftest import on_sqlite
 from flask.testing import FlaskClient
-from outside import copy
-from running import POINT, PROJECTS, at_once, run
+from rigs.outside import copy_service
+from rigs.running import POINT, PROJECTS, at_once, on_sqlite, run
 
 from app import create_app
 from engines.base import Unavailable
@@ -78,8 +77,8 @@ def test_json_of_any_kind_is_taken(client, type):
     assert client.post(PROJECTS, data="{}", content_type=type).status_code == 201
 
 
-def test_get_gives_the_project_and_its_validator(client, project, url):
-    response = client.get(url)
+def test_get_gives_the_project_and_its_validator(client, project, project_url):
+    response = client.get(project_url)
     assert (response.status_code, response.json) == (200, project)
     assert response.headers["ETag"] == etag(project)
     assert response.headers["Cache-Control"] == "private, no-cache"
@@ -88,9 +87,9 @@ def test_get_gives_the_project_and_its_validator(client, project, url):
 @on_sqlite
 @pytest.mark.parametrize("tag", ["{}", "W/{}", '"0", {}', "*"])
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
-def test_unchanged_project_is_not_sent_again(client, project, url, method, tag):
+def test_unchanged_project_is_not_sent_again(client, project, project_url, method, tag):
     headers = {"If-None-Match": tag.format(etag(project))}
-    response = client.open(url, method=method, headers=headers)
+    response = client.open(project_url, method=method, headers=headers)
     assert (response.status_code, response.data) == (304, b"")
     assert response.headers["ETag"] == etag(project)
     assert response.headers["Cache-Control"] == "private, no-cache"
@@ -102,42 +101,44 @@ OTHER_TAGS = ['"1"', '"1-1"', "", '"x"', "garbage", '""', '"", ""']
 
 @on_sqlite
 @pytest.mark.parametrize("tag", OTHER_TAGS)
-def test_other_validators_get_the_whole_answer(client, project, url, tag):
+def test_other_validators_get_the_whole_answer(client, project, project_url, tag):
     headers = {"If-None-Match": tag}
-    assert client.get(url, headers=headers).json == project
+    assert client.get(project_url, headers=headers).json == project
     assert client.get(PROJECTS, headers=headers).json == [project]
 
 
-def test_head_is_get_without_a_body(client, url):
-    for address in (url, PROJECTS, f"{PROJECTS}?page=0"):
+def test_head_is_get_without_a_body(client, project_url):
+    for address in (project_url, PROJECTS, f"{PROJECTS}?page=0"):
         head, get = client.head(address), client.get(address)
         assert (head.status_code, head.data) == (200, b"")
         assert dict(head.headers) == dict(get.headers)
 
 
-def test_put_changes_the_given_members_only(client, project, url):
-    response = client.put(url, json={"postal_code": "94117"})
+def test_put_changes_the_given_members_only(client, project, project_url):
+    response = client.put(project_url, json={"postal_code": "94117"})
     assert response.status_code == 200
     assert "ETag" not in response.headers
     changed = {"postal_code": "94117", "version": 2}
     assert response.json == project | changed | {
         "updated_at": response.json["updated_at"]
     }
-    assert client.get(url).json == response.json
+    assert client.get(project_url).json == response.json
 
 
-def test_fetched_project_can_be_sent_back_whole(client, project, url):
-    response = client.put(url, json=project | {"name": "Wood", "version": 9, "id": "x"})
+def test_fetched_project_can_be_sent_back_whole(client, project, project_url):
+    response = client.put(
+        project_url, json=project | {"name": "Wood", "version": 9, "id": "x"}
+    )
     assert (response.json["id"], response.json["version"]) == (project["id"], 2)
     assert response.json["name"] == "Wood"
 
 
-def test_null_clears_a_member(client, url):
-    assert client.put(url, json={"name": None}).json["name"] is None
+def test_null_clears_a_member(client, project_url):
+    assert client.put(project_url, json={"name": None}).json["name"] is None
 
 
-def test_empty_put_is_an_update(client, url):
-    assert client.put(url, json={}).json["version"] == 2
+def test_empty_put_is_an_update(client, project_url):
+    assert client.put(project_url, json={}).json["version"] == 2
 
 
 REFUSED = [("If-Match", tag) for tag in [*OTHER_TAGS, "W/{}", ",", '"{}"']]
@@ -146,34 +147,35 @@ MADE = [("If-Match", tag) for tag in ["{}", '"0", {}', "*"]]
 MADE += [("If-None-Match", tag) for tag in [*OTHER_TAGS, '"*"']]
 
 
+# What each compares, and what it does to either engine, stands in test_store.py.
+@on_sqlite
 @pytest.mark.parametrize("field, tag", REFUSED)
-@pytest.mark.parametrize("method", ["PUT", "DELETE"])
 def test_change_whose_condition_fails_is_refused(
-    client, project, url, method, field, tag
+    client, project, project_url, field, tag
 ):
     headers = {field: tag.format(etag(project))}
-    response = client.open(url, method=method, json={}, headers=headers)
-    assert response.status_code == 412
-    assert client.get(url).json == project
+    for method in ("PUT", "DELETE"):
+        response = client.open(project_url, method=method, json={}, headers=headers)
+        assert response.status_code == 412
+    assert client.get(project_url).json == project
 
 
+@on_sqlite
 @pytest.mark.parametrize("field, tag", MADE)
-@pytest.mark.parametrize("method, status", [("PUT", 200), ("DELETE", 204)])
-def test_change_whose_condition_holds_is_made(
-    client, project, url, method, status, field, tag
-):
-    headers = {field: tag.format(etag(project))}
-    response = client.open(url, method=method, json={}, headers=headers)
-    assert response.status_code == status
+def test_change_whose_condition_holds_is_made(client, project, project_url, field, tag):
+    for method, status in [("PUT", 200), ("DELETE", 204)]:
+        headers = {field: tag.format(etag(client.get(project_url).json))}
+        response = client.open(project_url, method=method, json={}, headers=headers)
+        assert response.status_code == status
 
 
-def test_both_conditions_must_hold(client, project, url):
+def test_both_conditions_must_hold(client, project, project_url):
     tag = etag(project)
     for match, none_match in [(tag, tag), ('"x"', '"y"'), (tag, "*"), ("*", tag)]:
         headers = {"If-Match": match, "If-None-Match": none_match}
-        assert client.put(url, json={}, headers=headers).status_code == 412
+        assert client.put(project_url, json={}, headers=headers).status_code == 412
     headers = {"If-Match": tag, "If-None-Match": '"x"'}
-    assert client.put(url, json={}, headers=headers).json["version"] == 2
+    assert client.put(project_url, json={}, headers=headers).json["version"] == 2
 
 
 @pytest.mark.parametrize("headers", [{"If-Match": "*"}, {"If-None-Match": "*"}])
@@ -181,20 +183,23 @@ def test_condition_on_a_missing_project_is_not_found(client, headers):
     assert client.put(MISSING, json={}, headers=headers).status_code == 404
 
 
-def test_deleted_project_is_gone(client, url):
-    response = client.delete(url)
+def test_deleted_project_is_gone(client, project_url):
+    response = client.delete(project_url)
     assert (response.status_code, response.data) == (204, b"")
     assert "Content-Type" not in response.headers
-    assert client.get(url).status_code == client.delete(url).status_code == 404
+    for again in (client.get, client.delete):
+        assert again(project_url).status_code == 404
     assert client.get(PROJECTS).json == []
 
 
-def test_another_accounts_project_cannot_be_told_from_none(sign_in, project, url):
+def test_another_accounts_project_cannot_be_told_from_none(
+    sign_in, project, project_url
+):
     stranger, owner = sign_in("bob"), sign_in("ann2")
     for method in ("GET", "PUT", "DELETE"):
         answers = [
             stranger.open(address, method=method, json={}, headers={"If-Match": '"7"'})
-            for address in (url, MISSING)
+            for address in (project_url, MISSING)
         ]
         assert [answer.status_code for answer in answers] == [404, 404]
         assert answers[0].data == answers[1].data
@@ -262,25 +267,6 @@ def test_posts_at_once_with_one_key_make_one_project(client):
     assert len({answer.data for answer in answers}) == 1
 
 
-@on_sqlite
-@pytest.mark.parametrize("key", ["", "k" * 256, "é", "a\tb", "\x7f"])
-def test_odd_key_is_refused(client, key):
-    response = create(client, key)
-    assert response.status_code == 400
-    assert "1 to 255 printable ASCII characters" in response.json["detail"]
-    assert client.get(PROJECTS).json == []
-
-
-@on_sqlite
-@pytest.mark.parametrize(
-    "key", ["k", "two words", "~" * 255, '"8e03978e-40d5-43dd-bc93-6894a57f9324"']
-)
-def test_printable_key_is_taken(client, key):
-    first, again = create(client, key), create(client, key)
-    assert (first.status_code, again.status_code) == (201, 201)
-    assert again.json == first.json
-
-
 def test_list_is_an_array_oldest_first(client):
     projects = [client.post(PROJECTS, json={"name": str(n)}).json for n in range(3)]
     response = client.get(PROJECTS)
@@ -290,7 +276,7 @@ def test_list_is_an_array_oldest_first(client):
 
 
 @pytest.mark.parametrize("query", ["", "?page=0", "?size=1", "?page=3&size=1000"])
-def test_unchanged_list_is_not_sent_again(client, url, query):
+def test_unchanged_list_is_not_sent_again(client, project_url, query):
     def ask(tag):
         return client.get(PROJECTS + query, headers={"If-None-Match": tag})
 
@@ -299,7 +285,7 @@ def test_unchanged_list_is_not_sent_again(client, url, query):
         response = ask(known)
         assert (response.status_code, response.data) == (304, b"")
         assert response.headers["ETag"] == tag
-    client.put(url, json={})
+    client.put(project_url, json={})
     assert ask(tag).status_code == 200
     assert ask(tag).headers["ETag"] != tag
 
@@ -402,8 +388,8 @@ NOT_JSON = {
 @on_sqlite
 @pytest.mark.parametrize("body, reason", NOT_JSON.values(), ids=NOT_JSON)
 @pytest.mark.parametrize("method", ["POST", "PUT"])
-def test_what_is_not_json_is_refused(client, url, method, body, reason):
-    address = PROJECTS if method == "POST" else url
+def test_what_is_not_json_is_refused(client, project_url, method, body, reason):
+    address = PROJECTS if method == "POST" else project_url
     response = client.open(
         address, method=method, data=body, content_type="application/json"
     )
@@ -423,11 +409,11 @@ class BrokenBody(io.RawIOBase):
         raise self.error("invalid literal for int() with base 16: b'zz'")
 
 
-def post_stream(client, stream, **environment):
+def post_stream(client, stream, **environ):
     return client.post(
         PROJECTS,
         content_type="application/json",
-        environ_overrides={"wsgi.input": stream, **environment},
+        environ_overrides={"wsgi.input": stream, **environ},
     )
 
 
@@ -456,11 +442,13 @@ DUPLICATES = {
 
 @on_sqlite
 @pytest.mark.parametrize("body, name", DUPLICATES.values(), ids=DUPLICATES)
-def test_member_that_is_given_twice_is_refused(client, project, url, body, name):
-    response = client.put(url, data=body, content_type="application/json")
+def test_member_that_is_given_twice_is_refused(
+    client, project, project_url, body, name
+):
+    response = client.put(project_url, data=body, content_type="application/json")
     assert response.status_code == 400
     assert response.json["detail"] == f"The body gives the member {name} twice."
-    assert client.get(url).json == project
+    assert client.get(project_url).json == project
 
 
 @on_sqlite
@@ -475,12 +463,8 @@ def test_body_with_a_content_coding_is_refused(client, coding, status):
         assert "Content-Encoding" in response.json["detail"]
 
 
-INVALID = {
+INVALID = {  # test_schemas.py has the rules
     "array": ([], ["_schema"]),
-    "number": (1, ["_schema"]),
-    "typo": ({"nmae": "x"}, ["nmae"]),
-    "surrogate": ({"name": "\ud800"}, ["name"]),
-    "U+0000": ({"name": "a\0b", "postal_code": "\0"}, ["name", "postal_code"]),
     "surrogate as a name": ({"\ud800": 1}, ["\ud800"]),
     "infinite": ({"location": POINT | {"coordinates": [1e999, 0]}}, ["location"]),
     "several": ({"name": 1, "postal_code": 2, "x": 3}, ["name", "postal_code", "x"]),
@@ -490,8 +474,10 @@ INVALID = {
 @on_sqlite
 @pytest.mark.parametrize("body, members", INVALID.values(), ids=INVALID)
 @pytest.mark.parametrize("method", ["POST", "PUT"])
-def test_invalid_project_changes_nothing(client, project, url, method, body, members):
-    address = PROJECTS if method == "POST" else url
+def test_invalid_project_changes_nothing(
+    client, project, project_url, method, body, members
+):
+    address = PROJECTS if method == "POST" else project_url
     text = json.dumps(body).replace("Infinity", "1e999")
     response = client.open(
         address, method=method, data=text, content_type="application/json"
@@ -502,11 +488,7 @@ def test_invalid_project_changes_nothing(client, project, url, method, body, mem
 
 
 @on_sqlite
-@pytest.mark.parametrize(
-    "query",
-    ["page=-1", "size=0", "size=1001", "page=x", "page=", "pgae=1", "page=1_0"]
-    + ["page=%2B1", "page=+1", "page=1+", "page=1%0A", "page=%D9%A1", "size=%C2%B2"],
-)
+@pytest.mark.parametrize("query", ["page=x", "size=1001", "after=-1", "pgae=1"])
 def test_wrong_query_is_refused(client, query):
     response = client.get(f"{PROJECTS}?{query}")
     assert response.status_code == 422
@@ -522,13 +504,14 @@ def test_query_that_is_not_utf_8_is_refused(client, query, member):
 
 
 @on_sqlite
-def test_body_over_64_kib_is_refused(client, url):
+def test_body_over_64_kib_is_refused(client, project_url):
     def send(size):
         body = json.dumps({"id": ""})  # is ignored, however long
         body = body.replace('""', f'"{"x" * (size - len(body))}"')
-        return client.put(url, data=body, content_type="application/json").status_code
+        return client.put(project_url, data=body, content_type="application/json")
 
-    assert [send(64 * 1024), send(64 * 1024 + 1)] == [200, 413]
+    assert send(64 * 1024).status_code == 200
+    assert send(64 * 1024 + 1).status_code == 413
 
 
 @on_sqlite
@@ -597,9 +580,9 @@ def test_wrong_method_is_told_the_right_ones(client):
 
 
 @on_sqlite
-def test_token_is_checked_before_anything_else(app, url):
+def test_token_is_checked_before_anything_else(app, project_url):
     stranger = app.test_client()
-    for method, address in (("PUT", url), ("PUT", MISSING), ("POST", PROJECTS)):
+    for method, address in (("PUT", project_url), ("PUT", MISSING), ("POST", PROJECTS)):
         response = stranger.open(address, method=method, data=b"x" * 70_000)
         assert response.status_code == 401
         assert response.content_type == "application/problem+json"
@@ -625,9 +608,12 @@ def test_defect_in_sql_is_a_crash_and_no_outage(client, raw, caplog):
     assert "Traceback" in caplog.text
 
 
-def test_outage_says_when_to_retry_and_ends(client, project, url, lock, raw, caplog):
-    lock()
-    response = client.put(url, json={"name": "Wood"})
+def test_outage_says_when_to_retry_and_ends(
+    client, project, project_url, foreign_lock, caplog
+):
+    with foreign_lock():
+        response = client.put(project_url, json={"name": "Wood"})
+        assert client.get(project_url).json == project
     assert response.status_code == response.json["status"] == 503
     assert response.json["detail"] == (
         "The database is unavailable; nothing was changed. Try again later."
@@ -635,16 +621,14 @@ def test_outage_says_when_to_retry_and_ends(client, project, url, lock, raw, cap
     assert response.headers["Retry-After"] == "5"
     assert "Database unavailable: " in caplog.text
     assert "Traceback" not in caplog.text
-    assert client.get(url).json == project
-    raw.execute("ROLLBACK")
-    assert client.put(url, json={"name": "Wood"}).json["version"] == 2
+    assert client.put(project_url, json={"name": "Wood"}).json["version"] == 2
 
 
 @on_sqlite
-def test_token_is_never_logged(client, url, caplog):
+def test_token_is_never_logged(client, project_url, caplog):
     caplog.set_level(0)
     authorization = client.environ_base["HTTP_AUTHORIZATION"]
-    for target in (url, MISSING, "/nowhere"):
+    for target in (project_url, MISSING, "/nowhere"):
         client.get(target)
     client.get(PROJECTS, headers={"Authorization": authorization + "x"})
     assert authorization.split()[1] not in caplog.text
@@ -800,14 +784,14 @@ except Exception as error:
 
 
 def test_empty_setting_is_none(tmp_path):
-    copy(tmp_path)
+    copy_service(tmp_path)
     environment = os.environ | {"FLASK_DATABASE": ""}
     run(sys.executable, "-c", START, folder=tmp_path, environment=environment)
     assert databases(tmp_path / "instance") == ["gardening.db"]
 
 
 def test_instance_folder_that_is_a_file_is_unavailable(tmp_path):
-    copy(tmp_path)
+    copy_service(tmp_path)
     (tmp_path / "instance").touch()
     environment = {k: v for k, v in os.environ.items() if k != "FLASK_DATABASE"}
     script = [sys.executable, "-c", START]

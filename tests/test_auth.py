@@ -4,8 +4,7 @@ import hashlib
 import re
 
 import pytest
-from conftest import on_sqlite
-from running import PROJECTS
+from rigs.running import PROJECTS, on_sqlite
 
 AUTH = "/api/v1/hello-service/auth"
 CHALLENGE = 'Bearer realm="gardening"'

@@ -17,17 +17,19 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from conftest import on_sqlite, store_on
-from running import (
+from rigs.running import (
     BIN,
     LIMIT,
     POINT,
     ROOT,
     at_once,
+    environment_of,
     fill,
-    is_locked,
+    is_flocked,
     needs,
+    on_sqlite,
     run,
+    store_on,
     wait_for,
     workers,
 )
@@ -99,10 +101,10 @@ def target(request, tmp_path):
     if request.param == "SQLite":
         yield str(tmp_path / "target.db")
     else:
-        server = request.getfixturevalue("server")
-        url = server.create_database()
-        yield url
-        server.drop_database(url)
+        pgserver = request.getfixturevalue("pgserver")
+        database = pgserver.create_database()
+        yield database
+        pgserver.drop_database(database)
 
 
 @pytest.fixture
@@ -579,9 +581,8 @@ def test_interrupted_backup_leaves_nothing_for_long(store, database, tmp_path, n
     command += ["strace", "-f", "-qq", "-o", os.devnull, "-e"]
     command += ["inject=fsync:delay_enter=20000000"]  # microseconds
     command += [BIN / "flask", "backup", str(folder / "one.db")]
-    environment = os.environ | {"FLASK_DATABASE": database}
     with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL
+        command, cwd=ROOT, env=environment_of(database), stderr=subprocess.DEVNULL
     ) as process:
         wait_for(lambda: list(folder.glob("*/backup.db")))
         [traced] = workers(process)
@@ -594,7 +595,7 @@ def test_interrupted_backup_leaves_nothing_for_long(store, database, tmp_path, n
             assert select.select([ended], [], [], LIMIT)[0]
     if number == signal.SIGKILL:
         [left] = folder.iterdir()
-        wait_for(lambda: not is_locked(left))
+        wait_for(lambda: not is_flocked(left))
         flask(database, "backup", str(folder / "two.db"))
         assert [path.name for path in folder.iterdir()] == ["two.db"]
     else:

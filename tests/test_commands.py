@@ -8,8 +8,7 @@ from datetime import date
 from unicodedata import normalize
 
 import pytest
-from conftest import on_sqlite
-from running import BIN, run
+from rigs.running import BIN, environment_of, on_sqlite, run
 
 from commands import utc
 
@@ -111,9 +110,9 @@ def test_account_may_be_any_printable_text(command):
 @pytest.fixture
 def elsewhere(monkeypatch):
     """A machine whose local time is nine hours ahead."""
-    with monkeypatch.context() as environment:
+    with monkeypatch.context() as variables:
         for name in ("TZ", "PGTZ"):
-            environment.setenv(name, "JST-9")
+            variables.setenv(name, "JST-9")
         time.tzset()
         yield
     time.tzset()
@@ -148,9 +147,8 @@ def test_token_that_could_not_be_printed_is_not_valid(
     database, store, redirection, told
 ):
     script = f'exec "$0" token create ann {redirection}'
-    environment = os.environ | {"FLASK_DATABASE": database}
     command = ["sh", "-c", script, str(BIN / "flask")]
-    ended = run(*command, environment=environment, status=1)
+    ended = run(*command, environment=environment_of(database), status=1)
     assert ended.stderr == f"Error: {told}\n"
     assert store.list_tokens() == []
 

@@ -7,13 +7,13 @@ from http.client import HTTPMessage
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from nginx import Response, assert_problem, needs_nginx, proxy
-from running import PROJECTS, TLSClient, port_of
+from rigs.nginx import Response, assert_problem, needs_nginx, proxy
+from rigs.running import PROJECTS, TLSClient, port_of
 
 ALLOWED = {"Authorization", "Content-Type", "If-Match", "If-None-Match"}
 ALLOWED |= {"Idempotency-Key"}
 EXPOSED = {"ETag", "Link", "Location", "Retry-After"}
-CALL = """async ([url, method, headers, body]) => {
+FETCH = """async ([url, method, headers, body]) => {
     const response = await fetch(url, {method, headers, body, cache: "no-store"});
     return [
         response.status, Object.fromEntries(response.headers), await response.text()
@@ -37,13 +37,13 @@ class EmptyPage(BaseHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def origins() -> Iterator[tuple[str, str]]:
     """Two origins with an empty page each: one to be named, and one not."""
-    servers = [ThreadingHTTPServer(("127.0.0.1", 0), EmptyPage) for _ in range(2)]
-    for server in servers:
-        threading.Thread(target=server.serve_forever).start()
-    yield tuple(f"http://127.0.0.1:{server.server_port}" for server in servers)
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+    sites = [ThreadingHTTPServer(("127.0.0.1", 0), EmptyPage) for _ in range(2)]
+    for site in sites:
+        threading.Thread(target=site.serve_forever).start()
+    yield tuple(f"http://127.0.0.1:{site.server_port}" for site in sites)
+    for site in sites:
+        site.shutdown()
+        site.server_close()
 
 
 @pytest.fixture(scope="module")
@@ -66,32 +66,34 @@ def visit(page, nginx, gardening):
     def visit(origin):
         page.goto(origin)
 
-        def call(method, path, body=None, **headers):
+        def fetch(method, path, body=None, **headers):
             headers = {name.replace("_", "-"): text for name, text in headers.items()}
             url = f"https://127.0.0.1:{nginx.port}{path}"
-            return page.evaluate(CALL, [url, method, gardening.headers | headers, body])
+            return page.evaluate(
+                FETCH, [url, method, gardening.headers | headers, body]
+            )
 
-        return call
+        return fetch
 
     return visit
 
 
 @pytest.mark.parametrize("prefix", ["", "/garden"])
 def test_page_of_a_named_origin_may_use_the_api(visit, origins, prefix):
-    call, kind = visit(origins[0]), {"Content-Type": "application/json"}
-    status, headers, content = call(
+    fetch, kind = visit(origins[0]), {"Content-Type": "application/json"}
+    status, headers, content = fetch(
         "POST", prefix + PROJECTS, "{}", **kind, Idempotency_Key="one"
     )
-    url, etag = headers["location"], headers["etag"]
+    project_url, etag = headers["location"], headers["etag"]
     assert status == 201
-    assert url == f"{prefix}{PROJECTS}/{json.loads(content)['id']}"
-    assert call("GET", url, If_None_Match=etag)[0] == 304
-    assert call("PUT", url, '{"name": "x"}', **kind, If_Match=etag)[0] == 200
-    status, _, content = call("PUT", url, "{}", **kind, If_Match=etag)
+    assert project_url == f"{prefix}{PROJECTS}/{json.loads(content)['id']}"
+    assert fetch("GET", project_url, If_None_Match=etag)[0] == 304
+    assert fetch("PUT", project_url, '{"name": "x"}', **kind, If_Match=etag)[0] == 200
+    status, _, content = fetch("PUT", project_url, "{}", **kind, If_Match=etag)
     assert (status, json.loads(content)["status"]) == (412, 412)
-    changed = call("GET", url)[1]["etag"]
-    assert call("DELETE", url, If_Match=changed)[0] == 204
-    assert call("GET", url)[0] == 404
+    changed = fetch("GET", project_url)[1]["etag"]
+    assert fetch("DELETE", project_url, If_Match=changed)[0] == 204
+    assert fetch("GET", project_url)[0] == 404
 
 
 def test_page_of_a_named_origin_may_read_the_errors_of_nginx(visit, origins):

@@ -7,8 +7,8 @@ from typing import Any
 from urllib.request import urlopen
 
 import pytest
-from nginx import HOST, assert_problem, needs_nginx, proxy
-from running import LIMIT, PROJECTS, Client, flask_run, port_of
+from rigs.nginx import HOST, assert_problem, needs_nginx, proxy
+from rigs.running import LIMIT, PROJECTS, Client, flask_run, port_of
 
 from auth import digest
 
@@ -122,12 +122,12 @@ def test_address_leads_to_a_page_where_every_operation_works(
     authorize(docs, gardening.token)
     project = make_project(docs, client)
     assert project["name"] == "Buena Vista Park,SF"
-    url, id = f"{PROJECTS}/{project['id']}", project["id"]
+    project_url, id = f"{PROJECTS}/{project['id']}", project["id"]
     assert Operation(docs, "listProjects").execute() == ("200", [project])
     assert Operation(docs, "getProject").execute(projectId=id) == ("200", project)
     change = {"name": "Buena Vista"}
     status, changed = Operation(docs, "updateProject").execute(change, projectId=id)
-    assert (status, client.call("GET", url)) == ("200", (200, changed))
+    assert (status, client.call("GET", project_url)) == ("200", (200, changed))
     assert changed == project | change | {
         "version": 2,
         "updated_at": changed["updated_at"],

@@ -5,13 +5,19 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import uuid
 
 import pytest
-from outside import HOSTILE, call, connect, copy_broken, left, refuses
-from running import LIMIT, PROJECTS, ROOT, at_once, blocks, needs, run
+from rigs.outside import (
+    HOSTILE,
+    call_projects,
+    connect,
+    copy_broken_service,
+    left,
+    refuses,
+)
+from rigs.running import LIMIT, PROJECTS, ROOT, at_once, blocks, needs, run
 
 PAGE = "docs/testing.md"
 PLUGIN = "testing.gardening_service.fixtures"
@@ -114,9 +120,7 @@ def install(folder, *options):
     run(sys.executable, "-m", "venv", "--without-pip", folder)
     python = folder / "bin/python"
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
-    subprocess.run(
-        [*pip, "--no-compile", *options], cwd="/", timeout=10 * LIMIT, check=True
-    )
+    run(*pip, "--no-compile", *options, folder="/", limit=10 * LIMIT)
     return python
 
 
@@ -165,7 +169,7 @@ def project(tmp_path):
 
 
 @pytest.fixture
-def environment(tmp_path_factory):
+def their_environment(tmp_path_factory):
     """Settings that are theirs; fails if, after the test, anything of ours is left."""
     place, mark = tmp_path_factory.mktemp("place"), str(uuid.uuid4())
     theirs = os.environ | HOSTILE | {"TMPDIR": str(place), "MARK": mark}
@@ -175,24 +179,24 @@ def environment(tmp_path_factory):
     assert list(place.glob("gardening-*")) == []
 
 
-def run_their_tests(python, project, environment, *options):
+def run_their_tests(python, project, their_environment, *options):
     command = [python, "-m", "pytest", "-Werror", *options, project / "test_theirs.py"]
-    theirs = environment | {"PYTHONPATH": str(project)}
+    theirs = their_environment | {"PYTHONPATH": str(project)}
     ended = run(*command, folder="/", environment=theirs)
     assert "6 passed" in ended.stdout
 
 
 @pytest.mark.parametrize("options", [[], ["-n2"], ["-p", "no:cacheprovider"]], ids=str)
-def test_their_tests_pass(python, project, environment, options):
-    run_their_tests(python, project, environment, *options)
+def test_their_tests_pass(python, project, their_environment, options):
+    run_their_tests(python, project, their_environment, *options)
 
 
-def test_their_tests_pass_with_an_editable_clone(editable, project, environment):
-    run_their_tests(editable, project, environment)
+def test_their_tests_pass_with_an_editable_clone(editable, project, their_environment):
+    run_their_tests(editable, project, their_environment)
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGKILL"])
-def test_nothing_is_left_when_a_run_is_ended(python, tmp_path, environment, name):
+def test_nothing_is_left_when_a_run_is_ended(python, tmp_path, their_environment, name):
     """SIGINT as from Ctrl-C: to every process of the run, which then clears up."""
     (tmp_path / "test_end.py").write_text(ENDING_TEST.format(name))
     command = [python, "-m", "pytest", "-q"]
@@ -200,11 +204,11 @@ def test_nothing_is_left_when_a_run_is_ended(python, tmp_path, environment, name
         *command,
         status={"SIGINT": 2, "SIGKILL": -signal.SIGKILL}[name],
         folder=tmp_path,
-        environment=environment,
+        environment=their_environment,
         start_new_session=True,
     )
     assert (tmp_path / "token").exists() == (name == "SIGINT")
-    assert left(environment["MARK"]) == []
+    assert left(their_environment["MARK"]) == []
     assert refuses((tmp_path / "url").read_text())
 
 
@@ -255,43 +259,44 @@ def test_read_only_clone_can_be_installed(clone, tmp_path):
     assert list(tmp_path.glob("gardening_project_service-*.whl"))
 
 
-def test_fixture_of_a_service_that_does_not_start_says_why(tmp_path, environment):
-    copy_broken(tmp_path)
+def test_fixture_of_a_service_that_does_not_start_says_why(tmp_path, their_environment):
+    copy_broken_service(tmp_path)
     (tmp_path / "test_it.py").write_text("def test_it(gardening): pass")
-    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    their_environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     command = [sys.executable, "-m", "pytest", "-p", PLUGIN]
-    ended = run(*command, status=1, folder=tmp_path, environment=environment)
+    ended = run(*command, status=1, folder=tmp_path, environment=their_environment)
     assert "The service did not start:" in ended.stdout
     assert "RuntimeError: no soil" in ended.stdout
 
 
+def run_with_our_plugin(folder, environment, *options):
+    """Tests of which one fails, with the plugin as it stands here."""
+    ours = {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, "-m", "pytest", *options, "-p", PLUGIN, folder]
+    return run(*command, status=1, folder=folder, environment=environment | ours)
+
+
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
 def test_end_of_the_service_is_told_at_the_next_call_and_at_the_end(
-    tmp_path, environment, name
+    tmp_path, their_environment, name
 ):
     (tmp_path / "test_it.py").write_text(KILLING_TESTS.replace("SIGNAL", name))
-    environment |= {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    command = [sys.executable, "-m", "pytest", "-Werror", "-p", PLUGIN, tmp_path]
-    ended = run(*command, status=1, folder=tmp_path, environment=environment)
+    ended = run_with_our_plugin(tmp_path, their_environment, "-Werror")
     assert "3 passed, 2 errors" in ended.stdout
     assert "ERROR at setup of test_after" in ended.stdout
     assert "ERROR at teardown of test_at_last" in ended.stdout
     assert ended.stdout.count("\nThe service has ended") == 2
 
 
-def test_end_of_the_service_is_told_with_its_log(tmp_path, environment):
+def test_end_of_the_service_is_told_with_its_log(tmp_path, their_environment):
     (tmp_path / "test_it.py").write_text(LOGGING_TESTS)
-    environment |= {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", PLUGIN, tmp_path]
-    ended = run(*command, status=1, folder=tmp_path, environment=environment)
+    ended = run_with_our_plugin(tmp_path, their_environment)
     assert "RuntimeError: planned for this token" in ended.stdout
 
 
-def test_service_that_does_not_end_is_killed(tmp_path, environment):
+def test_service_that_does_not_end_is_killed(tmp_path, their_environment):
     (tmp_path / "test_it.py").write_text(STOPPING_TEST)
-    environment |= {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", PLUGIN, tmp_path]
-    ended = run(*command, status=1, folder=tmp_path, environment=environment)
+    ended = run_with_our_plugin(tmp_path, their_environment)
     assert "1 passed, 1 error" in ended.stdout
     assert "TimeoutExpired" in ended.stdout
 
@@ -301,7 +306,8 @@ def test_fixture_issues_expired_tokens(gardening_service):
     with connect(gardening_service.url, token) as client:
         status, headers, _ = client.ask("GET", PROJECTS)
     assert (status, "invalid_token" in headers["WWW-Authenticate"]) == (401, True)
-    assert call(gardening_service.url, gardening_service.issue_token("ann"))[0] == 200
+    other = gardening_service.issue_token("ann")
+    assert call_projects(gardening_service.url, other)[0] == 200
 
 
 @pytest.mark.parametrize("account", ["", " ", "a\nb", "\0"])
@@ -321,12 +327,12 @@ def test_fixture_shows_what_is_left_of_a_plan(gardening_service):
     token = gardening_service.issue_token(fail=("429", "502"))
     for rest in (["429", "502"], ["502"], []):
         assert gardening_service.left(token) == rest
-        call(gardening_service.url, token)
+        call_projects(gardening_service.url, token)
 
 
 def test_fixture_revokes_tokens(gardening, gardening_service):
     gardening_service.revoke(gardening.token)
-    assert call(gardening.url, gardening.token)[0] == 401
+    assert call_projects(gardening.url, gardening.token)[0] == 401
     for ask in (gardening_service.left, gardening_service.revoke):
         for unknown in (gardening.token, "a b\n", "ü"):
             with pytest.raises(ValueError, match="There is no such token"):
@@ -343,8 +349,8 @@ def test_fixture_of_a_test_issues_tokens_of_its_own_account(
         gardening_service.issue_token(gardening.account),
         gardening_service.issue_token(),
     ]
-    assert call(gardening.url, gardening.token, "POST", {})[0] == 201
-    answers = [call(gardening.url, token) for token in tokens]
+    assert call_projects(gardening.url, gardening.token, "POST", {})[0] == 201
+    answers = [call_projects(gardening.url, token) for token in tokens]
     assert [status for status, _ in answers] == [200, 429, 401, 200, 200]
     assert [len(answers[number][1]) for number in (0, 3, 4)] == [1, 1, 0]
     assert gardening.headers == {"Authorization": f"Bearer {gardening.token}"}
@@ -360,8 +366,8 @@ def test_fixture_gives_each_thread_its_own_tokens(gardening_service):
     at_once(work)
     assert len({token for several in tokens.values() for token in several}) == 400
     for first, *others in tokens.values():
-        call(gardening_service.url, first, "POST", {})
-        lists = [call(gardening_service.url, token)[1] for token in others]
+        call_projects(gardening_service.url, first, "POST", {})
+        lists = [call_projects(gardening_service.url, token)[1] for token in others]
         assert {len(projects) for projects in lists} == {1}
 
 
@@ -375,9 +381,9 @@ def test_clone_that_was_installed_from_can_be_tested(python, clone, has_package)
 
 
 @pytest.fixture
-def paths(python, environment):
+def paths(python, their_environment):
     """The environment with our command on the PATH."""
-    return environment | {"PATH": f"{python.parent}:{os.environ['PATH']}"}
+    return their_environment | {"PATH": f"{python.parent}:{os.environ['PATH']}"}
 
 
 @pytest.mark.parametrize("heading", ["pytest", "Failures"])
@@ -434,10 +440,12 @@ def test_command_for_a_container_starts_the_service(tmp_path, paths):
 
 def test_example_in_the_same_process_passes(tmp_path):
     [example] = blocks(PAGE, "In the same process", "python")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("FLASK_")}
-    environment["PYTHONPATH"] = str(ROOT)
+    their_environment = {
+        k: v for k, v in os.environ.items() if not k.startswith("FLASK_")
+    }
+    their_environment["PYTHONPATH"] = str(ROOT)
     command = [sys.executable, "-c", example]
-    ended = run(*command, folder=tmp_path, environment=environment)
+    ended = run(*command, folder=tmp_path, environment=their_environment)
     assert (ended.stdout, ended.stderr) == ("", "")
     assert list(tmp_path.iterdir()) == []
 

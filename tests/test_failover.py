@@ -13,25 +13,25 @@ from itertools import count
 from statistics import median
 
 import pytest
-from conftest import token_on
-from postgresql import (
+from rigs.pgserver import (
     ANSWER,
     backends,
-    environment,
     execute,
     fails,
     lasts,
-    server,
     silence,
+    start_pgserver,
 )
-from running import (
+from rigs.running import (
     LIMIT,
     PROJECTS,
     TWO_WORKERS,
     Client,
     at_once,
+    environment_of,
     flask,
     gunicorn,
+    token_on,
     wait_for,
     workers,
 )
@@ -70,7 +70,7 @@ def test_failover_loses_no_acknowledged_write(tmp_path):
     def work(number):
         with Client(port, token) as client:
             if number % 3 == 2:
-                url = f"{PROJECTS}/{client.call('POST', PROJECTS, {})[1]['id']}"
+                project_url = f"{PROJECTS}/{client.call('POST', PROJECTS, {})[1]['id']}"
             left = 5  # writes after the failover
             for name in (f"{number} {i}" for i in count()):
                 late = promoted.is_set()
@@ -81,39 +81,34 @@ def test_failover_loses_no_acknowledged_write(tmp_path):
                     while not (done := ask(client, "POST", PROJECTS, name)):
                         late = promoted.is_set()
                 else:
-                    done = ask(client, "PUT", url, name)
+                    done = ask(client, "PUT", project_url, name)
                 left -= late and done
                 if not left:
-                    return url if number % 3 == 2 else None
+                    return project_url if number % 3 == 2 else None
 
-    with server(fsync="off") as primary, primary.standby() as standby:
+    with start_pgserver(fsync="off") as primary, primary.standby() as standby:
         hosts = f"127.0.0.1:{standby.port},127.0.0.1:{primary.port}"
-        url = f"postgresql://postgres@{hosts}/postgres"
-        token = token_on(url)
+        database = f"postgresql://postgres@{hosts}/postgres"
+        token = token_on(database)
+        options = [TWO_WORKERS, "--preload", "--log-level=critical"]
         with (
-            gunicorn(
-                environment(url), TWO_WORKERS, "--preload", "--log-level=critical"
-            ) as (
-                process,
-                port,
-            ),
+            gunicorn(environment_of(database), *options) as (process, port),
             ThreadPoolExecutor(9) as clients,
         ):
-            urls = [clients.submit(work, number) for number in range(9)]
+            works = [clients.submit(work, number) for number in range(9)]
             try:
                 assert busy.wait(LIMIT)
                 primary.kill()
                 assert refused.wait(LIMIT)
-                standby.run("pg_ctl", "promote")
+                standby.invoke("pg_ctl", "promote")
             finally:
                 promoted.set()
-            urls = [url.result(LIMIT) for url in urls]
+            project_urls = [each.result(LIMIT) for each in works]
             with Client(port, token) as client:
                 found = client.call("GET", PROJECTS)[1]
             assert process.poll() is None
-        assert (
-            len(flask("token", "list", environment=environment(url)).splitlines()) == 2
-        )
+        listed = flask("token", "list", environment=environment_of(database))
+        assert len(listed.splitlines()) == 2
 
     assert max(durations) < ANSWER
     names = Counter(project["name"] for project in found)
@@ -122,7 +117,7 @@ def test_failover_loses_no_acknowledged_write(tmp_path):
             if name.startswith(f"{number} "):
                 assert names.pop(name) == 1
     for number in 2, 5, 8:
-        [project] = [p for p in found if urls[number].endswith(p["id"])]
+        [project] = [p for p in found if project_urls[number].endswith(p["id"])]
         mine = [name.startswith(f"{number} ") for name in acknowledged]
         doubtful = [name.startswith(f"{number} ") for name in unknown]
         assert sum(mine) <= project["version"] - 1 <= sum(mine) + sum(doubtful)
@@ -133,10 +128,10 @@ def test_failover_loses_no_acknowledged_write(tmp_path):
 
 @pytest.mark.parametrize("mode", ["fast", "immediate"])
 def test_restart_is_noticed_before_a_request_fails(fragile, mode):
-    url = fragile.url("postgres")
-    token = token_on(url)
+    database = fragile.database_url("postgres")
+    token = token_on(database)
     # A worker that starts meanwhile would give up, and gunicorn with it.
-    with gunicorn(environment(url), TWO_WORKERS, "--preload") as (_, port):
+    with gunicorn(environment_of(database), TWO_WORKERS, "--preload") as (_, port):
 
         def work(number):
             with Client(port, token) as client:
@@ -146,38 +141,38 @@ def test_restart_is_noticed_before_a_request_fails(fragile, mode):
 
         with ThreadPoolExecutor(8) as clients:
             list(clients.map(work, range(8)))
-            assert backends(url)
-            fragile.run("pg_ctl", "restart", "-m", mode)
+            assert backends(database)
+            fragile.invoke("pg_ctl", "restart", "-m", mode)
             list(clients.map(work, range(8)))
 
 
 def test_worker_that_starts_during_an_outage_outlives_it(fragile):
-    url = fragile.url("postgres")
-    token = token_on(url)
-    with gunicorn(environment(url), "--log-level=critical") as (process, port):
+    database = fragile.database_url("postgres")
+    token = token_on(database)
+    with gunicorn(environment_of(database), "--log-level=critical") as (process, port):
 
         def status():
             with Client(port, token) as client:
                 return client.call("GET", PROJECTS)[0]
 
         assert status() == 200
-        fragile.run("pg_ctl", "stop", "-m", "immediate")
+        fragile.invoke("pg_ctl", "stop", "-m", "immediate")
         [worker] = workers(process)
         os.kill(worker, signal.SIGKILL)
         wait_for(lambda: workers(process) not in ([], [worker]))
         assert status() == 503
-        fragile.run("pg_ctl", "start")
+        fragile.invoke("pg_ctl", "start")
         wait_for(lambda: status() == 200)
         assert process.poll() is None
 
 
-def test_lost_connection_takes_the_idle_ones_along(fragile, open_url):
+def test_lost_connection_takes_the_idle_ones_along(fragile, open_store_on):
     """Else each of them would be tried for 5 s, and leave a write in doubt."""
-    url = fragile.url("postgres")
-    store = open_url(url)
+    database = fragile.database_url("postgres")
+    store = open_store_on(database)
     at_once(lambda _: store.create_project("ann", {}), 4)
-    assert len(backends(url)) > 1
-    with silence(fragile, url):
+    assert len(backends(database)) > 1
+    with silence(fragile, database):
         with fails(OutcomeUnknown):
             store.create_project("ann", {})
 
@@ -190,11 +185,11 @@ def test_lost_connection_takes_the_idle_ones_along(fragile, open_url):
             wait_for(tried_again)
 
 
-def test_server_that_only_reads_is_unavailable_to_writers(fragile, open_url):
-    store = open_url(fragile.url("postgres"))
+def test_server_that_only_reads_is_unavailable_to_writers(fragile, open_store_on):
+    store = open_store_on(fragile.database_url("postgres"))
     id = store.create_project("ann", {}).id
     fragile.configure(default_transaction_read_only="on")
-    fragile.run("pg_ctl", "reload")
+    fragile.invoke("pg_ctl", "reload")
 
     def refused():
         try:
@@ -204,18 +199,18 @@ def test_server_that_only_reads_is_unavailable_to_writers(fragile, open_url):
 
     assert wait_for(refused)
     fragile.configure(default_transaction_read_only="off")
-    fragile.run("pg_ctl", "reload")
+    fragile.invoke("pg_ctl", "reload")
     with suppress(Unavailable):  # until the server has read its settings
         store.update_project("ann", id, {})
     wait_for(lambda: json.loads(store.get_project("ann", id).document)["version"] > 1)
 
 
 @pytest.mark.parametrize("default", ["off", "local"])
-def test_commit_without_its_standby_is_in_doubt(open_url, default):
+def test_commit_without_its_standby_is_in_doubt(open_store_on, default):
     """Even where the server's default is not to wait for it."""
-    with server(fsync="off", synchronous_commit=default) as primary:
-        url = primary.url("postgres")
-        store = open_url(url)
+    with start_pgserver(fsync="off", synchronous_commit=default) as primary:
+        database = primary.database_url("postgres")
+        store = open_store_on(database)
         with primary.standby() as standby:
             store.create_project("ann", {})
             standby.kill()
@@ -228,15 +223,15 @@ def test_commit_without_its_standby_is_in_doubt(open_url, default):
         etag, document, *_ = store.list_projects("ann", (), Page(0, 1))
         assert json.loads(document)["total"] == 1
         primary.configure(synchronous_standby_names="")
-        primary.run("pg_ctl", "reload")
+        primary.invoke("pg_ctl", "reload")
         wait_for(lambda: store.list_projects("ann", (), Page(0, 1)).etag != etag)
-        assert execute(url, "SELECT created FROM account") == [(2,)]
+        assert execute(database, "SELECT created FROM account") == [(2,)]
 
 
 def test_silent_server_does_not_make_everybody_wait_in_turn(fragile):
     """60 clients of 2 processes with 2 threads each."""
-    url, times = fragile.url("postgres"), []
-    token = token_on(url)
+    database, times = fragile.database_url("postgres"), []
+    token = token_on(database)
     ended = threading.Event()
 
     def work(number):
@@ -248,14 +243,15 @@ def test_silent_server_does_not_make_everybody_wait_in_turn(fragile):
             times.append((started, time.monotonic() - started, status, path))
             ended.wait(0.5)
 
+    options = [TWO_WORKERS, "--log-level=critical"]
     with (
-        gunicorn(environment(url), TWO_WORKERS, "--log-level=critical") as (_, port),
+        gunicorn(environment_of(database), *options) as (_, port),
         ThreadPoolExecutor(60) as clients,
     ):
         works = [clients.submit(work, number) for number in range(60)]
         try:
             wait_for(lambda: len(times) > 200)
-            with silence(fragile, url):
+            with silence(fragile, database):
                 begin = time.monotonic()
                 time.sleep(16)  # so that hundreds of requests come late
             back = time.monotonic()
@@ -276,16 +272,16 @@ def test_silent_server_does_not_make_everybody_wait_in_turn(fragile):
 
 
 def test_silent_server_that_refused_meanwhile_is_used_as_soon_as_it_is_back(
-    fragile, open_url
+    fragile, open_store_on
 ):
-    url = fragile.url("postgres")
-    store = open_url(url)
+    database = fragile.database_url("postgres")
+    store = open_store_on(database)
     store.list_tokens()
-    with silence(fragile, url):
+    with silence(fragile, database):
         for _ in range(2):
             with fails(Unavailable):
                 store.list_tokens()
-    fragile.run("pg_ctl", "stop", "-m", "immediate")
+    fragile.invoke("pg_ctl", "stop", "-m", "immediate")
 
     def reason():
         with pytest.raises(Unavailable) as failure:
@@ -293,14 +289,14 @@ def test_silent_server_that_refused_meanwhile_is_used_as_soon_as_it_is_back(
         return str(failure.value)
 
     wait_for(lambda: "Connection refused" in reason())
-    fragile.run("pg_ctl", "start")
+    fragile.invoke("pg_ctl", "start")
     assert store.list_tokens() == []
 
 
-def test_silent_server_holds_up_one_of_many_at_a_time(open_url):
+def test_silent_server_holds_up_one_of_many_at_a_time(open_store_on):
     """Within 4 s, 8 threads together wait for about as long, and not for 8 times that."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        store = open_url(f"postgresql://u@127.0.0.1:{silent.getsockname()[1]}/db")
+        store = open_store_on(f"postgresql://u@127.0.0.1:{silent.getsockname()[1]}/db")
         with fails(Unavailable):
             store.list_tokens()
         end = time.monotonic() + 4

@@ -10,9 +10,9 @@ from collections import Counter
 from contextlib import closing
 
 import pytest
-from nginx import needs_nginx, proxy
-from outside import connect
-from running import (
+from rigs.nginx import needs_nginx, proxy
+from rigs.outside import connect
+from rigs.running import (
     LIMIT,
     PROJECTS,
     Client,

@@ -12,8 +12,17 @@ from contextlib import closing
 from importlib import import_module
 
 import pytest
-from conftest import token_on
-from running import BIN, LIMIT, POINT, ROOT, gunicorn, needs, run
+from rigs.running import (
+    BIN,
+    LIMIT,
+    POINT,
+    ROOT,
+    environment_of,
+    gunicorn,
+    needs,
+    run,
+    token_on,
+)
 
 # What openapi-generator says of every document of OpenAPI 3.1 that holds a schema.
 OF_ANY_DOCUMENT = ("OpenAPI 3.1 support is still in beta", "schema name: null")
@@ -29,7 +38,7 @@ def database(tmp_path_factory):
 @pytest.fixture(scope="module")
 def url(database):
     """The service, which tells the generators its own address."""
-    with gunicorn(os.environ | {"FLASK_DATABASE": database}) as (_, port):
+    with gunicorn(environment_of(database)) as (_, port):
         yield f"http://127.0.0.1:{port}"
 
 
@@ -58,17 +67,17 @@ class OfOpenAPIGenerator:
         self.client = package.ApiClient(settings)
         self.projects = package.ProjectsApi(self.client)
 
-    def call(self, operation, *arguments, **options):
-        call = getattr(self.projects, operation)
+    def perform(self, operation, *arguments, **options):
+        method = getattr(self.projects, operation)
         try:
-            response = call(*arguments, **options, _request_timeout=float(LIMIT))
+            response = method(*arguments, **options, _request_timeout=float(LIMIT))
         except self.error as error:
             return error.data
         return getattr(response, "actual_instance", response)
 
     def send(self, operation, *arguments, members, **options):
         members = self.models.ProjectInput.from_dict(members)
-        return self.call(operation, *arguments, members, **options)
+        return self.perform(operation, *arguments, members, **options)
 
     def close(self):
         self.client.rest_client.pool_manager.clear()
@@ -84,13 +93,13 @@ class OfOpenAPIPythonClient:
         self.models = import_module("gardening_client.models")
         self.client = package.AuthenticatedClient(url, token, timeout=LIMIT)
 
-    def call(self, operation, *arguments, **options):
+    def perform(self, operation, *arguments, **options):
         module = import_module(f"gardening_client.api.projects.{operation}")
         return module.sync(*arguments, client=self.client, **options)
 
     def send(self, operation, *arguments, members, **options):
         members = self.models.ProjectInput.from_dict(members)
-        return self.call(operation, *arguments, body=members, **options)
+        return self.perform(operation, *arguments, body=members, **options)
 
     def close(self):
         self.client.get_httpx_client().close()
@@ -109,14 +118,14 @@ def use(client):
     assert isinstance(park.location, client.models.Point)
     assert park.location.coordinates == POINT["coordinates"]
 
-    assert client.call("get_project", park.id) == park
-    assert client.call("list_projects") == [bare, park]
-    page = client.call("list_projects", page=1, size=1)
+    assert client.perform("get_project", park.id) == park
+    assert client.perform("list_projects") == [bare, park]
+    page = client.perform("list_projects", page=1, size=1)
     assert isinstance(page, client.models.ProjectPage)
     assert (page.project_list, page.page, page.size, page.total) == ([park], 1, 1, 2)
 
     for project in (bare, park):
-        fetched = client.call("get_project", project.id).to_dict()
+        fetched = client.perform("get_project", project.id).to_dict()
         edited = fetched | {"name": "Garden"}
         changed = client.send("update_project", project.id, members=edited)
         renewed = {"version": 2, "updated_at": changed.updated_at}
@@ -133,9 +142,9 @@ def use(client):
     assert (element, type(message)) == ("1", str)
     reused = client.send("create_project", members={}, idempotency_key="k")
     assert describe(reused, InvalidProblem) == (422, "urn:gardening:key-reused")
-    stale = client.call("delete_project", park.id, if_match='"1-1"')
+    stale = client.perform("delete_project", park.id, if_match='"1-1"')
     assert describe(stale, Problem) == (412, "about:blank")
-    assert client.call("delete_project", park.id) is None
+    assert client.perform("delete_project", park.id) is None
     spent = client.send("create_project", members=members, idempotency_key="k")
     assert describe(spent, Problem) == (409, "urn:gardening:key-spent")
 

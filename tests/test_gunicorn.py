@@ -6,15 +6,25 @@ import re
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from http.client import HTTPResponse
+from contextlib import closing, suppress
+from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from conftest import token_on
-from nginx import assert_problem
-from running import BIN, LIMIT, PROJECTS, TWO_WORKERS, Client, gunicorn, port_of, run
+from rigs.nginx import assert_problem
+from rigs.running import (
+    BIN,
+    LIMIT,
+    PROJECTS,
+    TWO_WORKERS,
+    Client,
+    environment_of,
+    gunicorn,
+    port_of,
+    run,
+    token_on,
+)
 
 HELLO = "/api/v1/hello-service"
 UNREAD = {  # requests that get a response before their body is read
@@ -58,6 +68,16 @@ def test_environment_sets_address_and_number_of_workers(environment):
     assert (settings["bind"], settings["workers"]) == ("['0.0.0.0:8080']", "3")
 
 
+@pytest.mark.parametrize("proxies, status", [("127.0.0.1", 404), ("*", 200)])
+def test_prefix_is_taken_from_the_proxies_named(environment, path, proxies, status):
+    headers = {"Authorization": f"Bearer {token_on(path)}", "SCRIPT_NAME": "/garden"}
+    with gunicorn(environment | {"FORWARDED_ALLOW_IPS": proxies}) as (_, port):
+        proxy = HTTPConnection("127.0.0.1", port, LIMIT, ("127.0.0.2", 0))
+        with closing(proxy):
+            proxy.request("GET", f"/garden{PROJECTS}", headers=headers)
+            assert proxy.getresponse().status == status
+
+
 class Shared(NamedTuple):
     """A gunicorn for tests that change nothing which another one sees."""
 
@@ -75,7 +95,7 @@ def shared(tmp_path_factory):
     with (
         logs[0].open("wb") as stdout,
         gunicorn(
-            os.environ | {"FLASK_DATABASE": database},
+            environment_of(database),
             f"--error-logfile={logs[1]}",
             stdout=stdout,
         ) as (_, port),
@@ -256,12 +276,12 @@ def receive(stream):
 
 
 @pytest.mark.parametrize("chunked", [False, True], ids=["length", "chunked"])
-@pytest.mark.parametrize("server", ["gunicorn", "test service"])
+@pytest.mark.parametrize("program", ["gunicorn", "test service"])
 def test_unread_body_leaves_the_connection_usable_or_announces_its_end(
-    shared, token, gardening, server, chunked
+    shared, token, gardening, program, chunked
 ):
     port = shared.port
-    if server == "test service":
+    if program == "test service":
         port, token = port_of(gardening.url), gardening.token
     for status, size in [*MIX, (413, 65_537), (413, 100_000), (413, 1_000_000)]:
         method, path, signed, kind = UNREAD.get(status, UNREAD[415])
@@ -283,7 +303,7 @@ def test_stuck_writer_holds_up_neither_writers_nor_readers_for_long(environment,
     def timed(method, body=None):
         with Client(port, token) as client:
             started = time.monotonic()
-            status, _ = client.call(method, url, body)
+            status, _ = client.call(method, project_url, body)
             return started - held, status, time.monotonic() - started
 
     def read(_):
@@ -299,7 +319,7 @@ def test_stuck_writer_holds_up_neither_writers_nor_readers_for_long(environment,
         ThreadPoolExecutor(10) as threads,
     ):
         with Client(port, token) as client:
-            url = f"{PROJECTS}/{client.call('POST', PROJECTS, {})[1]['id']}"
+            project_url = f"{PROJECTS}/{client.call('POST', PROJECTS, {})[1]['id']}"
         with open(f"{path}-lock") as queue:
             fcntl.flock(queue, fcntl.LOCK_EX)
             held = time.monotonic()

@@ -2,14 +2,12 @@
 
 import hashlib
 import json
-import os
 import sqlite3
 from contextlib import closing
 
 import psycopg
 import pytest
-from conftest import on_sqlite
-from running import BIN, POINT, at_once, run
+from rigs.running import BIN, POINT, at_once, environment_of, on_sqlite, run
 
 from engines import tables as module
 from engines.base import Unavailable
@@ -200,9 +198,9 @@ def test_database_that_was_brought_up_to_date_is_like_a_new_one(
         SQLite(path).close()
         new = sqlite3.connect(path)
     else:
-        url = request.getfixturevalue("server").create_database()
-        Store(PostgreSQL(url)).list_tokens()
-        new = psycopg.connect(url, autocommit=True)
+        new_database = request.getfixturevalue("pgserver").create_database()
+        Store(PostgreSQL(new_database)).list_tokens()
+        new = psycopg.connect(new_database, autocommit=True)
     with closing(new):
         assert structure(older) == structure(new)
 
@@ -226,8 +224,7 @@ def test_upgrade_that_fails_changes_nothing(older, open_store):
 @pytest.mark.parametrize("option", ["--check-config", "--print-config"])
 def test_check_of_the_release_leaves_the_older_layout(older, database, option):
     before = structure(older), projects(older)
-    environment = os.environ | {"FLASK_DATABASE": database}
-    run(BIN / "gunicorn", option, environment=environment)
+    run(BIN / "gunicorn", option, environment=environment_of(database))
     assert (structure(older), projects(older)) == before
 
 

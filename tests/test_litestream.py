@@ -18,8 +18,17 @@ from http.client import HTTPException
 from pathlib import Path
 
 import pytest
-from conftest import store_on
-from running import BIN, LIMIT, PROJECTS, ROOT, Client, at_once, blocks, gunicorn
+from rigs.running import (
+    BIN,
+    LIMIT,
+    PROJECTS,
+    ROOT,
+    Client,
+    at_once,
+    blocks,
+    gunicorn,
+    store_on,
+)
 
 PAGE = "docs/litestream.md"
 LITESTREAM = shutil.which("litestream", path=f"{BIN}:{os.environ['PATH']}")
@@ -72,7 +81,7 @@ def block(place: Place) -> Place:
     return block
 
 
-def run(script: str) -> str:
+def paste(script: str) -> str:
     """What the commands print, without systemctl: here a test starts and stops."""
     command = ["sh", "-c", f"systemctl() {{ :; }}\n{script}"]
     return subprocess.check_output(command, timeout=LIMIT, umask=0o022, text=True)
@@ -136,7 +145,7 @@ def test_copy_loses_a_second_at_most_and_after_an_orderly_stop_nothing(
     assert old
 
     restore = block("litestream restore")
-    run(restore)
+    paste(restore)
     assert sorted(os.listdir(Path(path).parent)) == [
         "gardening.db",
         "gardening.db-lock",
@@ -149,13 +158,13 @@ def test_copy_loses_a_second_at_most_and_after_an_orderly_stop_nothing(
         assert lost(path, old) == []
         later = write(port, token, 1, service.terminate)
         service.wait(LIMIT)
-    newest = run(block("litestream ltx")).split()[-1]
+    newest = paste(block("litestream ltx")).split()[-1]
     assert datetime.fromisoformat(newest) >= moment.replace(microsecond=0)
-    run(restore)
+    paste(restore)
     assert lost(path, old + later) == []
 
     earlier = f" -timestamp {moment.isoformat()} -o restored.db"
-    run(restore.replace(" -o restored.db", earlier))
+    paste(restore.replace(" -o restored.db", earlier))
     assert lost(path, old + later) == later
 
 
@@ -175,5 +184,5 @@ def test_copy_goes_on_without_its_corrupted_state(
     assert "ltx file corrupted" in capfd.readouterr().out
     shutil.rmtree(state)
     write_and_stop()
-    run(block("litestream restore"))
+    paste(block("litestream restore"))
     assert lost(path, acknowledged) == []

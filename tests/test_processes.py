@@ -13,9 +13,8 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from conftest import token_on
-from outside import copy
-from running import (
+from rigs.outside import copy_service
+from rigs.running import (
     BIN,
     LIMIT,
     PROJECTS,
@@ -27,6 +26,7 @@ from running import (
     flask_run,
     gunicorn,
     run,
+    token_on,
     wait_for,
     workers,
 )
@@ -57,15 +57,16 @@ def test_processes_that_start_on_a_missing_file_lose_no_update(
             assert client.call("GET", PROJECTS)[0] == 401
         token = token_on(path)
         with Client(port, token) as client:
-            url = f"{PROJECTS}/{client.call('POST', PROJECTS, {})[1]['id']}"
+            project_url = f"{PROJECTS}/{client.call('POST', PROJECTS, {})[1]['id']}"
 
             def write(_):
                 with Client(port, token) as writer:
-                    calls = [writer.call("PUT", url, {"name": "x"}) for _ in range(10)]
-                return [project["version"] for _, project in calls]
+                    change = ("PUT", project_url, {"name": "x"})
+                    made = [writer.call(*change)[1] for _ in range(10)]
+                return [project["version"] for project in made]
 
             assert sorted(chain(*at_once(write))) == list(range(2, 82))
-            assert client.call("GET", url)[1]["version"] == 81
+            assert client.call("GET", project_url)[1]["version"] == 81
         assert process.poll() is None
 
 
@@ -77,19 +78,19 @@ class Writer:
         self.attempted = None
 
     @property
-    def url(self):
+    def project_url(self):
         return f"{PROJECTS}/{self.acknowledged['id']}"
 
     def write(self, client):
         version = self.acknowledged["version"] + 1
         self.attempted = {"name": str(version), "postal_code": str(version)}
-        status, project = client.call("PUT", self.url, self.attempted)
+        status, project = client.call("PUT", self.project_url, self.attempted)
         if status == 200:
             self.acknowledged, self.attempted = project, None
 
     def check(self, client):
         """The Project is as acknowledged, or has the one write whose answer got lost."""
-        found = client.call("GET", self.url)[1]
+        found = client.call("GET", self.project_url)[1]
         if found != self.acknowledged:
             assert found["version"] == self.acknowledged["version"] + 1
             assert found == found | self.attempted
@@ -153,9 +154,9 @@ def test_foreign_lock_stops_writes_until_it_ends(
         writer = Writer(client)
         with closing(sqlite3.connect(path, isolation_level=None)) as lock:
             lock.execute("BEGIN IMMEDIATE")
-            status, headers, _ = client.ask("PUT", writer.url, {"name": "x"})
+            status, headers, _ = client.ask("PUT", writer.project_url, {"name": "x"})
             assert (status, headers["Retry-After"]) == (503, "5")
-            assert client.call("GET", writer.url) == (200, writer.acknowledged)
+            assert client.call("GET", writer.project_url) == (200, writer.acknowledged)
         writer.write(client)
         assert writer.acknowledged["version"] == 2
 
@@ -254,7 +255,7 @@ def test_unusable_database_is_refused_at_start(environment, path, command):
 
 
 def test_newcomer_is_told_the_next_step(tmp_path):
-    copy(tmp_path)
+    copy_service(tmp_path)
     with flask_run(None, folder=tmp_path) as (_, printed):
         assert printed[0].startswith("No access token yet.")
         command = printed[1].split()
@@ -368,7 +369,7 @@ def test_fork_takes_no_connection_along(path, check_integrity):
 
 def test_reload_serves_the_code_of_the_next_release(environment, tmp_path):
     """The master, which outlives the reload, has imported nothing of the last one."""
-    copy(tmp_path)
+    copy_service(tmp_path)
     with gunicorn(environment, f"--chdir={tmp_path}") as (process, port):
 
         def greeting():

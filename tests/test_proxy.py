@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from nginx import HOST, add_http_2, assert_problem, needs_nginx, proxy
-from running import (
+from rigs.nginx import HOST, add_http_2, assert_problem, needs_nginx, proxy
+from rigs.running import (
     LIMIT,
     PROJECTS,
     TWO_WORKERS,
@@ -48,13 +48,13 @@ def mixed_load(
                 meanwhile(number, turn)
                 if turn % 4 == 0:
                     status, project = client.call("POST", PROJECTS, {"name": "x"})
-                    url = f"{PROJECTS}/{project['id']}"
+                    project_url = f"{PROJECTS}/{project['id']}"
                 elif turn % 4 == 1:
-                    status, _ = client.call("PUT", url, {"name": "y"})
+                    status, _ = client.call("PUT", project_url, {"name": "y"})
                 elif turn % 4 == 2:
-                    status, _ = client.call("GET", url)
+                    status, _ = client.call("GET", project_url)
                 else:
-                    status, _ = client.call("DELETE", url)
+                    status, _ = client.call("DELETE", project_url)
                 statuses.append(status)
 
     at_once(work)
@@ -341,16 +341,16 @@ def test_page_of_the_documentation_is_compressed(client, prefix):
 @pytest.mark.parametrize("prefix", ["", "/garden", "//garden", "/garden/."])
 @pytest.mark.parametrize("encoding", ["gzip", "br, gzip;q=0.5, *"])
 def test_etag_of_a_project_is_never_weakened(client, long_project, prefix, encoding):
-    url = f"{prefix}{PROJECTS}/{long_project['id']}"
+    project_url = f"{prefix}{PROJECTS}/{long_project['id']}"
     accepted = {"Accept_Encoding": encoding}
     if prefix == "/garden/.":
-        url = url.replace("projects/", "projects%2F")
-    status, headers, content = client.fetch("GET", url, **accepted)
+        project_url = project_url.replace("projects/", "projects%2F")
+    status, headers, content = client.fetch("GET", project_url, **accepted)
     assert (status, json.loads(content)) == (200, long_project)
     assert headers["ETag"].startswith('"')
     strong = {"If_Match": headers["ETag"], "Content_Type": "application/json"}
-    assert client.fetch("PUT", url, "{}", **accepted, **strong)[0] == 200
-    assert client.fetch("DELETE", url, **accepted, **strong)[0] == 412
+    assert client.fetch("PUT", project_url, "{}", **accepted, **strong)[0] == 200
+    assert client.fetch("DELETE", project_url, **accepted, **strong)[0] == 412
 
 
 def test_short_response_is_not_compressed(client):

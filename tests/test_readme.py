@@ -6,8 +6,8 @@ import re
 import tomllib
 
 import pytest
-from outside import copy
-from running import BIN, ROOT, blocks, flask_run, needs, run
+from rigs.outside import copy_service
+from rigs.running import BIN, ROOT, blocks, flask_run, needs, run
 
 from engines.sqlite import SQLite
 from store import Store
@@ -31,7 +31,7 @@ def settled(text):
 @pytest.fixture
 def clone(tmp_path):
     """A folder with the service and a virtual environment."""
-    copy(tmp_path)
+    copy_service(tmp_path)
     (tmp_path / ".venv").symlink_to(BIN.parent)
     return tmp_path
 

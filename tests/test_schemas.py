@@ -4,7 +4,7 @@ import json
 
 import pytest
 from marshmallow import ValidationError
-from running import POINT
+from rigs.running import POINT
 
 import schemas
 

@@ -14,8 +14,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from outside import HOSTILE, call, connect, copy_broken, left, marked, refuses, steer
-from running import LIMIT, PROJECTS, ROOT, at_once, port_of, run, wait_for
+from rigs.outside import (
+    HOSTILE,
+    call_projects,
+    connect,
+    copy_broken_service,
+    left,
+    marked,
+    refuses,
+    steer,
+)
+from rigs.running import LIMIT, PROJECTS, ROOT, at_once, port_of, run, wait_for
 
 from app import create_app
 
@@ -107,8 +116,8 @@ def issue(url, **members):
 def test_it_is_one_process_that_says_where_it_is(service):
     ready = service.read()
     assert ready == {"url": ready["url"], "token": ready["token"]}
-    assert call(**ready, method="POST", body={"name": "Park"})[0] == 201
-    assert len(call(**ready)[1]) == 1
+    assert call_projects(**ready, method="POST", body={"name": "Park"})[0] == 201
+    assert len(call_projects(**ready)[1]) == 1
     assert marked(service.mark) == [service.process.pid]
 
 
@@ -116,8 +125,8 @@ def test_tokens_of_an_account_see_the_same_projects(gardening_service):
     url, ann = gardening_service.url, os.urandom(8).hex()
     tokens = [issue(url, account=ann), issue(url), issue(url, account=ann)]
     for token in tokens:
-        assert call(url, token, "POST", {})[0] == 201
-    assert [len(call(url, token)[1]) for token in tokens] == [2, 1, 2]
+        assert call_projects(url, token, "POST", {})[0] == 201
+    assert [len(call_projects(url, token)[1]) for token in tokens] == [2, 1, 2]
 
 
 GIVEN = [
@@ -144,7 +153,7 @@ def test_issued_token_is_told_with_its_account_and_plan(gardening_service, given
 def test_nothing_at_all_is_an_empty_object(gardening_service):
     status, issued = steer(gardening_service.url, "POST")
     assert status == 201
-    assert call(gardening_service.url, issued["token"]) == (200, [])
+    assert call_projects(gardening_service.url, issued["token"]) == (200, [])
 
 
 JSON = "application/json"
@@ -193,7 +202,7 @@ def test_what_is_left_of_a_plan_can_be_read(gardening_service):
     url = gardening_service.url
     token = issue(url, account="ann", fail=["429", "none", "502"])
     for rest in (["none", "502"], ["502"], [], []):
-        call(url, token)
+        call_projects(url, token)
         assert steer(url, "GET", token) == (200, {"account": "ann", "fail": rest})
 
 
@@ -201,7 +210,7 @@ def test_revoked_token_gets_401_and_is_forgotten(gardening_service):
     url = gardening_service.url
     token, other = issue(url, account="ann"), issue(url, account="ann")
     assert steer(url, "DELETE", token) == (204, None)
-    assert [call(url, each)[0] for each in (token, other)] == [401, 200]
+    assert [call_projects(url, each)[0] for each in (token, other)] == [401, 200]
     for method in ("GET", "DELETE"):
         status, problem = steer(url, method, token)
         assert (status, problem["detail"]) == (404, "There is no such token.")
@@ -253,12 +262,12 @@ def test_sixty_slow_requests_take_three_seconds_and_hold_up_nobody(gardening_ser
         begun.wait(LIMIT)
         started = time.monotonic()
         if number < 60:
-            assert call(url, slow[number], "POST", {})[0] == 201
+            assert call_projects(url, slow[number], "POST", {})[0] == 201
             return time.monotonic() - started
         while any(gardening_service.left(token) for token in slow):
             pass  # until all sixty wait
         started = time.monotonic()
-        assert call(url, good) == (200, [])
+        assert call_projects(url, good) == (200, [])
         return time.monotonic() - started
 
     *waited, held_up = at_once(work, 61)
@@ -275,7 +284,7 @@ def test_memory_and_start_stay_small(start):
         with start() as service:
             ready = service.read()
             starts.append(time.monotonic() - begun)
-            at_once(lambda _, ready=ready: call(**ready))
+            at_once(lambda _, ready=ready: call_projects(**ready))
             rollup = Path(f"/proc/{service.process.pid}/smaps_rollup").read_text()
         [pss] = [line for line in rollup.splitlines() if line.startswith("Pss:")]
         assert int(pss.split()[1]) < 60_000  # KiB
@@ -295,7 +304,7 @@ def test_end_of_input_ends_it(service):
 def test_what_is_written_to_its_input_means_nothing(service):
     ready = service.read()
     print("ann", file=service.process.stdin, flush=True)
-    assert call(**ready) == (200, [])
+    assert call_projects(**ready) == (200, [])
     assert service.errors() == ""
     assert service.process.returncode == 0
 
@@ -352,7 +361,7 @@ def test_other_input_does_not_end_it(start, tmp_path, name):
         ready = service.read()
         with pytest.raises(subprocess.TimeoutExpired):
             service.process.wait(timeout=0.3)
-        assert call(**ready) == (200, [])
+        assert call_projects(**ready) == (200, [])
         service.process.terminate()
         assert service.process.wait(LIMIT) == 0
         assert service.errors() == ""
@@ -375,7 +384,7 @@ def test_input_that_does_not_block_is_waited_for(start):
     with open(reading) as stdin, start(stdin=stdin) as service:
         ready = service.read()
         os.write(writing, b"ann\n")
-        assert call(**ready) == (200, [])
+        assert call_projects(**ready) == (200, [])
         assert service.process.poll() is None
         os.close(writing)
         assert service.process.wait(LIMIT) == 0
@@ -389,7 +398,7 @@ def test_it_goes_on_when_a_parent_that_gave_it_no_input_ends(start):
         ready = service.read()
         service.process.wait(LIMIT)
         for _ in range(3):
-            assert call(**ready) == (200, [])
+            assert call_projects(**ready) == (200, [])
         [pid] = marked(service.mark)
         os.kill(pid, signal.SIGTERM)
         assert service.errors() == ""
@@ -446,7 +455,7 @@ def test_job_in_the_background_is_not_stopped_by_its_terminal(start):
         threads = Path(f"/proc/{job}/task")
         # It no longer reads its terminal, or was stopped.
         wait_for(lambda: len([*threads.iterdir()]) == 1 or "T (" in state.read_text())
-        assert call(**ready) == (200, [])
+        assert call_projects(**ready) == (200, [])
         os.kill(job, signal.SIGTERM)
         assert service.process.wait(LIMIT) == 0
         assert service.errors() == ""
@@ -456,7 +465,7 @@ def test_hangup_that_is_ignored_does_not_end_it(start):
     with start(command=DEAF, stdin=subprocess.DEVNULL) as service:
         ready = service.read()
         service.process.send_signal(signal.SIGHUP)
-        assert call(**ready) == (200, [])
+        assert call_projects(**ready) == (200, [])
         service.process.terminate()
         assert service.process.wait(LIMIT) == 0
 
@@ -466,18 +475,18 @@ def test_settings_of_the_caller_do_not_reach_the_service(start, tmp_path):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('theirs')")
     with start(PYTHONPATH=str(tmp_path), PYTHONOPTIMIZE="2", **HOSTILE) as service:
         ready = service.read()
-        assert call(**ready, method="POST", body={"name": "Park"})[0] == 201
+        assert call_projects(**ready, method="POST", body={"name": "Park"})[0] == 201
         assert service.errors() == ""
 
 
 def test_two_run_side_by_side(start):
     with start() as one, start() as other:
         ready, others = one.read(), other.read()
-        assert call(**ready)[0] == 200
-        assert call(ready["url"], others["token"])[0] == 401
+        assert call_projects(**ready)[0] == 200
+        assert call_projects(ready["url"], others["token"])[0] == 401
         one.process.terminate()
         assert one.process.wait(LIMIT) == 0
-        assert call(**others)[0] == 200
+        assert call_projects(**others)[0] == 200
 
 
 @pytest.mark.parametrize("option", ["-h", "--help"])
@@ -523,7 +532,7 @@ def test_address_that_it_prints_can_be_called(start, host):
     with start("--bind", f"{host}:0") as service:
         ready = service.read()
         assert ready["url"].startswith("http://127.0.0.1:")
-        assert call(**ready) == (200, [])
+        assert call_projects(**ready) == (200, [])
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
@@ -540,7 +549,7 @@ def test_ipv6_takes_brackets(start, host):
 
 
 def test_service_that_does_not_start_says_why(start, tmp_path):
-    copy_broken(tmp_path)
+    copy_broken_service(tmp_path)
     with start(folder=tmp_path, stdin=subprocess.DEVNULL) as service:
         assert service.process.wait(LIMIT) == 1
         assert "RuntimeError: no soil" in service.errors()

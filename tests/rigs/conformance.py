@@ -8,12 +8,14 @@ import re
 from functools import cache
 from pathlib import Path
 
+from flask.testing import FlaskClient
+
 try:
     from jsonschema_rs import Draft202012Validator
 except ImportError:
     Draft202012Validator = None
 
-FILE = Path(__file__).parent.parent / "openapi.json"
+FILE = Path(__file__).parents[2] / "openapi.json"
 API = json.loads(FILE.read_text())
 HEADERS = {"Allow", "Link", *API["components"]["headers"]} - {"NoStore"}
 HELLO = "/api/v1/hello-service"
@@ -86,3 +88,14 @@ def check_body(body, schema):
         # It takes no lone surrogate, which the service may have to repeat.
         text = json.dumps(body, ensure_ascii=False).encode(errors="replace")
         validator(schema).validate(json.loads(text))
+
+
+class CheckedClient(FlaskClient):
+    """Checks each answer against openapi.json."""
+
+    def open(self, *args, **options):
+        answer = super().open(*args, **options)
+        request = answer.request
+        received = answer.status_code, answer.headers, answer.data
+        check_response(request.method, request.path, *received)
+        return answer

@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from running import LIMIT, PROJECTS, ROOT, Client, port_of
+from rigs.running import LIMIT, PROJECTS, ROOT, Client, port_of
 
 HOSTILE = {  # settings of a user, which are not for the service
     "FLASK_DATABASE": "/no/such/folder/theirs.db",
@@ -35,13 +35,13 @@ def steer(url, method, token="", body=None):
     return status, json.loads(content) if content else None
 
 
-def call(url, token, method="GET", body=None):
+def call_projects(url, token, method="GET", body=None):
     """Status and JSON of the response of the account's Projects."""
     with connect(url, token) as client:
         return client.call(method, PROJECTS, body)
 
 
-def copy(folder):
+def copy_service(folder):
     """The service, as a clone has it."""
     for file in [*ROOT.glob("*.py"), ROOT / "openapi.json"]:
         shutil.copy(file, folder)
@@ -49,9 +49,9 @@ def copy(folder):
         shutil.copytree(ROOT / package, folder / package)
 
 
-def copy_broken(folder):
+def copy_broken_service(folder):
     """The service, with a module that cannot be imported."""
-    copy(folder)
+    copy_service(folder)
     (folder / "schemas.py").write_text("raise RuntimeError('no soil')")
 
 

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from running import LIMIT, ONE_WORKER, wait_for
+
+from rigs.running import LIMIT, ONE_WORKER, wait_for
 
 PROGRAMS = ["git", "nginx", "nsenter", "openssl", "runuser", "systemctl", "unshare"]
 MISSING = [
@@ -96,7 +97,7 @@ class Machine:
 
 
 @contextmanager
-def machine(folder):
+def start_machine(folder):
     """A machine that has started, with what is in the folder in /srv."""
     private = ["--mount", "--pid", "--net", "--uts", "--ipc", "--cgroup", "--fork"]
     with (

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from running import LIMIT, ROOT, blocks, run
+
+from rigs.running import LIMIT, ROOT, blocks, run
 
 PROGRAM = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
 HOST = "gardening.example.org"

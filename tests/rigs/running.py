@@ -13,16 +13,20 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
 
 import pytest
-from conformance import check_response
+
+from auth import issue_token
+from engines.sqlite import SQLite
+from rigs.conformance import check_response
+from store import Store
 
 PROJECTS = "/api/v1/gardening/projects"
 POINT = {"type": "Point", "coordinates": [-122.4410896675, 37.768361565]}
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 # Where no file waits for a disk: unless TMPDIR is wanted, or it is as small as a container's.
 MEMORY = "/dev/shm"
@@ -36,6 +40,10 @@ if (
 ONE_WORKER = "WEB_CONCURRENCY=1"  # each takes a third of a second to start
 TWO_WORKERS = "--workers=2"  # where a test is about more than one
 LIMIT = 60  # seconds for whatever is no promise of a time, however slow the machine
+
+
+# On a test that an engine cannot influence, or that is about SQLite itself.
+on_sqlite = pytest.mark.parametrize("database", ["SQLite"], indirect=True)
 
 
 def needs(program):
@@ -53,7 +61,7 @@ def blocks(page, heading=None, language="sh"):
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
-def run(*command, status=0, folder=ROOT, environment=None, **options):
+def run(*command, status=0, folder=ROOT, environment=None, limit=LIMIT, **options):
     """A command that has ended, with this status; its output and errors are text."""
     ended = subprocess.run(
         command,
@@ -61,7 +69,7 @@ def run(*command, status=0, folder=ROOT, environment=None, **options):
         env=environment,
         text=True,
         capture_output=True,
-        timeout=LIMIT,
+        timeout=limit,
         check=False,
         **options,
     )
@@ -74,6 +82,24 @@ def flask(*arguments, environment, **options):
     return run(BIN / "flask", *arguments, environment=environment, **options).stdout
 
 
+def store_on(database, clock=time.time):
+    engine = SQLite
+    if database.startswith("postgresql://"):
+        from engines.postgres import PostgreSQL as engine
+    return Store(engine(database), clock)
+
+
+def token_on(database, account="ann"):
+    """A new token, sooner than the command would print it."""
+    with closing(store_on(database)) as store:
+        token, _ = issue_token(store, account)
+        return token
+
+
+def environment_of(database):
+    return os.environ | {"FLASK_DATABASE": database}
+
+
 @contextmanager
 def flask_run(environment, *options, folder=ROOT):
     """`flask run` on a free port: its address, and the lines that it prints."""
@@ -84,17 +110,17 @@ def flask_run(environment, *options, folder=ROOT):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-    ) as server:
-        limit = threading.Timer(LIMIT, server.kill)  # which ends the lines
+    ) as process:
+        limit = threading.Timer(LIMIT, process.kill)  # which ends the lines
         limit.start()
         try:
-            printed = list(takewhile(lambda line: "CTRL+C" not in line, server.stdout))
+            printed = list(takewhile(lambda line: "CTRL+C" not in line, process.stdout))
             addresses = re.findall(r"Running on (http://\S+)", "".join(printed))
             assert addresses, printed
             yield addresses[0], printed
         finally:
             limit.cancel()
-            server.kill()
+            process.kill()
 
 
 @contextmanager
@@ -191,7 +217,7 @@ def fill(disk):
             file.write(bytes(4096))
 
 
-def is_locked(path):
+def is_flocked(path):
     """Whether somebody holds an flock on the file or folder, if it is there."""
     with suppress(FileNotFoundError):
         queue = os.open(path, os.O_RDONLY)
@@ -202,6 +228,15 @@ def is_locked(path):
         finally:
             os.close(queue)
     return False
+
+
+def openings(path):
+    """How often this process has the file open."""
+    links = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # it was closed meanwhile
+            links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return links.count(path)
 
 
 def wait_for(condition):
@@ -217,7 +252,7 @@ def at_once(work, count=8, errors=()):
     """What `work(number)` returns in each of so many threads, or which of the errors."""
     results, start = [None] * count, threading.Barrier(count)
 
-    def run(number):
+    def attempt(number):
         start.wait(LIMIT)
         try:
             results[number] = work(number)
@@ -225,7 +260,7 @@ def at_once(work, count=8, errors=()):
             results[number] = error
 
     threads = [
-        threading.Thread(target=run, args=(number,), daemon=True)
+        threading.Thread(target=attempt, args=(number,), daemon=True)
         for number in range(count)
     ]
     for thread in threads:
