@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from engines import tables
 from engines.base import LONG, Engine, Unavailable
 from engines.files import new_file
-from engines.sqlite import SQLite
+from engines.sqlite import OUTAGE, SQLite
 
 if TYPE_CHECKING:  # psycopg may not be installed
     from engines.postgres import PostgreSQL
@@ -60,7 +60,8 @@ def backup(engine: Engine, path: str) -> None:
                     fetch(cast("PostgreSQL", engine), copy)
                     write(copy, unnamed)
         except sqlite3.Error as error:
-            raise Unavailable(f"{error}: while copying to {path}") from error
+            raise_outage(error, f"while copying to {path}")
+            raise
 
 
 def restore(engine: Engine, path: str) -> None:
@@ -83,10 +84,18 @@ def restore(engine: Engine, path: str) -> None:
                     check_for_nul(copy, path)
                     send(copy, cast("PostgreSQL", engine), target)
         except sqlite3.Error as error:
-            raise Unavailable(f"{error}: while copying from {path}") from error
+            raise_outage(error, f"while copying from {path}")
+            raise
         for sql in engine.START_TRIGGERS:
             target.execute(sql)
     engine.close()  # a connection that has the file attached is not for others
+
+
+def raise_outage(error: sqlite3.Error, when: str) -> None:
+    """Raises Unavailable, unless the error is a defect."""
+    name = getattr(error, "sqlite_errorname", "")
+    if OUTAGE.match(name) or name == "SQLITE_INTERRUPT":  # by a signal
+        raise Unavailable(f"{error}: {when}") from error
 
 
 def scratch() -> sqlite3.Connection:
