@@ -12,12 +12,11 @@ import pytest
 from rigs.outside import (
     HOSTILE,
     call_projects,
-    connect,
     copy_broken_service,
     left,
     refuses,
 )
-from rigs.running import LIMIT, PROJECTS, ROOT, at_once, blocks, needs, run
+from rigs.running import LIMIT, ROOT, at_once, blocks, needs, run
 
 PAGE = "docs/testing.md"
 PLUGIN = "testing.gardening_service.fixtures"
@@ -301,15 +300,6 @@ def test_service_that_does_not_end_is_killed(tmp_path, their_environment):
     assert "TimeoutExpired" in ended.stdout
 
 
-def test_fixture_issues_expired_tokens(gardening_service):
-    token = gardening_service.issue_token("ann", expired=True)
-    with connect(gardening_service.url, token) as client:
-        status, headers, _ = client.ask("GET", PROJECTS)
-    assert (status, "invalid_token" in headers["WWW-Authenticate"]) == (401, True)
-    other = gardening_service.issue_token("ann")
-    assert call_projects(gardening_service.url, other)[0] == 200
-
-
 @pytest.mark.parametrize("account", ["", " ", "a\nb", "\0"])
 def test_fixture_refuses_what_cannot_be_an_account(gardening_service, account):
     with pytest.raises(ValueError, match="ACCOUNT is 1 to 255 printable"):
@@ -321,13 +311,6 @@ def test_fixture_refuses_a_plan_that_is_a_string(gardening, gardening_service):
     for service in (gardening, gardening_service):
         with pytest.raises(ValueError, match=r"fail=\['lost'\]"):
             service.issue_token(fail="lost")
-
-
-def test_fixture_shows_what_is_left_of_a_plan(gardening_service):
-    token = gardening_service.issue_token(fail=("429", "502"))
-    for rest in (["429", "502"], ["502"], []):
-        assert gardening_service.left(token) == rest
-        call_projects(gardening_service.url, token)
 
 
 def test_fixture_revokes_tokens(gardening, gardening_service):

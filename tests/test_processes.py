@@ -147,20 +147,6 @@ def test_killed_worker_leaves_the_others_going(environment, token, check_integri
         assert process.poll() is None
 
 
-def test_foreign_lock_stops_writes_until_it_ends(
-    environment, token, path, check_integrity
-):
-    with gunicorn(environment) as (_, port), Client(port, token) as client:
-        writer = Writer(client)
-        with closing(sqlite3.connect(path, isolation_level=None)) as lock:
-            lock.execute("BEGIN IMMEDIATE")
-            status, headers, _ = client.ask("PUT", writer.project_url, {"name": "x"})
-            assert (status, headers["Retry-After"]) == (503, "5")
-            assert client.call("GET", writer.project_url) == (200, writer.acknowledged)
-        writer.write(client)
-        assert writer.acknowledged["version"] == 2
-
-
 def test_full_disk_stops_writes_until_there_is_room(environment, mount, tmp_path):
     disk = tmp_path / "disk"
     mount(disk, "1m")

@@ -91,6 +91,14 @@ def waits(work, database, lock):
         return waiter.result(LIMIT)
 
 
+def refused(store, reason=None):
+    """How many seconds a write takes that is refused for this reason."""
+    started = time.monotonic()
+    with pytest.raises(Unavailable, match=reason):
+        store.create_project("ann", {})
+    return time.monotonic() - started
+
+
 @pytest.fixture
 def park(store):
     return store.create_project("ann", {"name": "Park"})
@@ -121,11 +129,6 @@ def test_created_project_is_in_the_database(store, raw):
 def test_times_are_epoch_milliseconds_of_the_clock(open_store):
     store = open_store(clock=lambda: 1_700_000_000.123)
     assert read(store.create_project("ann", {}))["created_at"] == 1_700_000_000_123
-
-
-def test_project_comes_back_as_it_was_stored(store):
-    created = store.create_project("ann", {"name": "Park", "location": POINT})
-    assert store.get_project("ann", created.id) == created
 
 
 def check_bytes(store, **members):
@@ -460,11 +463,6 @@ def test_order_of_creation_outlives_a_delete(store):
     assert [project["name"] for project in listed(store)] == ["2", "3"]
 
 
-def test_listed_projects_are_the_single_ones(store):
-    ids = [store.create_project("ann", {"location": POINT}).id for _ in range(3)]
-    assert listed(store) == [read(store.get_project("ann", id)) for id in ids]
-
-
 def test_pages_part_the_list(store):
     for number in range(5):
         store.create_project("ann", {"name": str(number)})
@@ -776,14 +774,8 @@ def test_stores_queue_to_create_the_tables(database, open_store):
 
 
 def test_foreign_lock_stops_writers_and_no_reader(store, park, foreign_lock):
-    def create(_):
-        started = time.monotonic()
-        with pytest.raises(Unavailable):
-            store.create_project("ann", {})
-        return time.monotonic() - started
-
     with foreign_lock():
-        assert max(at_once(create, 3)) < 6
+        assert max(at_once(lambda _: refused(store), 3)) < 6
         assert store.get_project("ann", park.id) == park
         assert len(listed(store)) == 1
     store.create_project("ann", {})
@@ -860,18 +852,31 @@ def test_child_that_was_forked_while_a_writer_waits_has_a_turn_of_its_own(path):
     assert run(*script, environment=WITH_RIGS).stdout == "2\n"
 
 
-WRITE_AS_A_STRANGER = """
-import os, sys
+ATTEMPT = """
+import os, resource, sys
 from engines.sqlite import SQLite
 from store import Store
-store = Store(SQLite(sys.argv[1]))
-os.setuid(65534)
-print(len(store.list_tokens()))
+
+def read(store):
+    return len(store.list_tokens())
+
+def write(store, key=None):
+    return store.create_project("ann", {}, key).id
+
+def limit(kind, value):
+    resource.setrlimit(kind, (value, resource.getrlimit(kind)[1]))
+
 try:
-    store.create_project("ann", {})
+    store = Store(SQLite(sys.argv[1]))
+    %s
 except Exception as error:
     print(type(error).__name__, error)
 """
+
+
+def attempt(path, script, *tracer):
+    """What a process prints that runs this on a store, or as what its error ends it."""
+    return run(*tracer, sys.executable, "-c", ATTEMPT % script, path).stdout
 
 
 @on_sqlite
@@ -882,9 +887,9 @@ def test_file_that_may_only_be_read_is_unavailable_to_writers(store, park, path)
             folder.chmod(0o711)
     for suffix in ("", "-wal", "-shm", "-lock"):
         os.chmod(path + suffix, 0o644)
-    ended = run(sys.executable, "-c", WRITE_AS_A_STRANGER, path)
+    printed = attempt(path, "os.setuid(65534); print(read(store)); write(store)")
     told = f"attempt to write a readonly database: {path}"
-    assert ended.stdout == f"0\nUnavailable {told}\n"
+    assert printed == f"0\nUnavailable {told}\n"
 
 
 @on_sqlite
@@ -939,124 +944,67 @@ def test_memory_outlives_a_close():
 
 
 @on_sqlite
-def test_folder_that_became_a_file_is_an_outage(store, park, path):
-    folder = Path(path).parent
-    away = folder.with_name(f"{folder.name}-away")
-    folder.rename(away)
-    try:
-        folder.write_text("in the way")
-        for use in (store.check, lambda: store.create_project("ann", {})):
-            with pytest.raises(Unavailable):
-                use()
-        store.close()
-    finally:
-        folder.unlink()
-        away.rename(folder)
-
-
-@on_sqlite
-def test_writers_queue_in_the_lock_file(store, park, path):
-    waits(lambda: store.create_project("ann", {}), path, hold_queue(path))
+@pytest.mark.parametrize("key", [None, "k"])
+def test_writers_queue_in_the_lock_file(store, park, path, key):
+    waits(lambda: store.create_project("ann", {}, key), path, hold_queue(path))
     assert len(listed(store)) == 2
 
 
 @on_sqlite
 def test_stuck_queue_is_waited_for_once_and_then_looked_at(store, park, path):
-    def create(_=None):
-        started = time.monotonic()
-        with pytest.raises(
-            Unavailable, match=r"(still locked|other writers take too long): "
-        ):
-            store.create_project("ann", {})
-        return time.monotonic() - started
-
+    reason = "^(still locked|other writers take too long): "
     with hold_queue(path):
-        for seconds in at_once(create, 3):
+        for seconds in at_once(lambda _: refused(store, reason), 3):
             assert PATIENCE <= seconds < 2 * PATIENCE
-        assert max(at_once(create, 3)) < 1
+        assert max(at_once(lambda _: refused(store, reason), 3)) < 1
         assert store.get_project("ann", park.id) == park
     store.create_project("ann", {})
     with hold_queue(path):  # that success gave the patience back
-        assert create() >= PATIENCE
+        assert refused(store) >= PATIENCE
 
 
 @on_sqlite
 def test_patience_is_for_the_whole_queue(store, park, path):
     """For the writers of the process and those of others together."""
-
-    def create():
-        started = time.monotonic()
-        with pytest.raises(Unavailable, match="still locked: "):
-            store.create_project("ann", {})
-        return time.monotonic() - started
-
     with hold_queue(path), ThreadPoolExecutor() as pool:
-        first = pool.submit(create)
+        first = pool.submit(refused, store, "^still locked: ")
         time.sleep(1)
         # It waits for the first until that gives up, then for who holds the queue.
-        assert PATIENCE <= create() < PATIENCE + 1
+        assert PATIENCE <= refused(store, "^still locked: ") < PATIENCE + 1
         first.result(LIMIT)
 
 
 @on_sqlite
 def test_foreign_lock_is_waited_for_once_and_then_looked_at(store, park, foreign_lock):
-    def create(_=None):
-        started = time.monotonic()
-        with pytest.raises(Unavailable, match="database is locked"):
-            store.create_project("ann", {})
-        return time.monotonic() - started
-
     with foreign_lock():
-        assert PATIENCE <= create() < 2 * PATIENCE
-        assert max(create() for _ in range(3)) < 1
+        assert PATIENCE <= refused(store, "database is locked") < 2 * PATIENCE
+        assert max(refused(store) for _ in range(3)) < 1
         assert store.get_project("ann", park.id) == park
     store.create_project("ann", {})
     with foreign_lock():  # that success gave the patience back
-        assert create() >= PATIENCE
+        assert refused(store) >= PATIENCE
 
 
-WRITE_WITHOUT_SYNC = """
-import sys
-from engines.sqlite import SQLite
-from store import Store
-try:
-    Store(SQLite(sys.argv[1])).create_project("ann", {"name": "in doubt"}, *sys.argv[2:])
-except Exception as error:
-    print(type(error).__name__, error)
-"""
+STRACE = ["strace", "-f", "-qq", "-o", os.devnull, "-e"]
 
 
 @on_sqlite
 @needs("strace")
-@pytest.mark.parametrize("key", [[], ["k"]])
+@pytest.mark.parametrize("key", [None, "k"])
 def test_write_that_the_disk_failed_to_sync_is_in_doubt(store, park, path, key):
     """After a crash, SQLite may find it in the WAL."""
-    fault = "inject=fdatasync,fsync:error=EIO"
-    command = ["strace", "-f", "-qq", "-o", os.devnull, "-e", fault]
-    script = [sys.executable, "-c", WRITE_WITHOUT_SYNC, path, *key]
-    ended = run(*command, *script)
-    assert ended.stdout == f"OutcomeUnknown disk I/O error: {path}\n"
-
-
-READ = """
-import sys
-from engines.sqlite import SQLite
-from store import Store
-try:
-    Store(SQLite(sys.argv[1])).list_tokens()
-except Exception as error:
-    print(type(error).__name__, error)
-"""
+    fault = [*STRACE, "inject=fdatasync,fsync:error=EIO"]
+    printed = attempt(path, f"write(store, {key!r})", *fault)
+    assert printed == f"OutcomeUnknown disk I/O error: {path}\n"
 
 
 @on_sqlite
 @needs("strace")
 def test_read_that_the_disk_failed_leaves_nothing_in_doubt(store, park, path):
     store.close()
-    fault = ["-P", path, "-e", "inject=pread64:error=EIO"]
-    command = ["strace", "-f", "-qq", "-o", os.devnull, *fault]
-    ended = run(*command, sys.executable, "-c", READ, path)
-    assert ended.stdout == f"Unavailable disk I/O error: {path}\n"
+    fault = [*STRACE, "inject=pread64:error=EIO", "-P", path]
+    printed = attempt(path, "read(store)", *fault)
+    assert printed == f"Unavailable disk I/O error: {path}\n"
 
 
 def test_etag_with_a_nul_is_no_etag(store, park):
@@ -1119,11 +1067,15 @@ def test_lost_file_is_unavailable_and_not_replaced(store, park, path, is_idle):
 
 
 @on_sqlite
-def test_replaced_file_is_not_used_until_a_restart(store, open_store, park, path, raw):
-    copy = f"{path}-copy"
-    raw.execute("VACUUM INTO ?", [copy])
-    os.rename(copy, path)
-    for use in (store.check, lambda: store.update_project("ann", park.id, {})):
+@pytest.mark.parametrize("first", ["check", "write"])
+def test_replaced_file_is_not_used_until_a_restart(
+    store, open_store, park, path, raw, first
+):
+    """Not even by a write over a connection that is idle, before anybody has looked."""
+    raw.execute("VACUUM INTO ?", [f"{path}-copy"])
+    os.rename(f"{path}-copy", path)
+    uses = [store.check, lambda: store.update_project("ann", park.id, {})]
+    for use in uses if first == "check" else reversed(uses):
         with pytest.raises(Unavailable, match=RESTART.format(path)) as failure:
             use()
         assert type(failure.value) is Unavailable
@@ -1230,67 +1182,25 @@ def test_damaged_file_is_unavailable_until_it_is_mended(store, park, path, kept)
 
 
 @on_sqlite
-def test_create_with_a_key_queues_like_any_other_write(store, park, path):
-    waits(lambda: store.create_project("ann", {}, key="k"), path, hold_queue(path))
-    assert len(listed(store)) == 2
-
-
-@on_sqlite
 def test_writer_whose_statement_stalls_holds_up_its_process_no_longer(store, park):
     """Nor does it hold up readers."""
-
-    def create():
-        started = time.monotonic()
-        with pytest.raises(Unavailable, match="^other writers take too long: "):
-            store.create_project("ann", {})
-        return time.monotonic() - started
-
-    with ThreadPoolExecutor() as pool:
-        with store.engine.transaction():
-            assert PATIENCE <= pool.submit(create).result(2 * PATIENCE) < 2 * PATIENCE
-            assert store.get_project("ann", park.id) == park
-        store.create_project("ann", {})
-
-
-WRITE_WITHOUT_SPACE = """
-import resource, sys
-from engines.sqlite import SQLite
-from store import Store
-store = Store(SQLite(sys.argv[1]))
-resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # SQLite cannot create the -shm
-try:
+    with store.engine.transaction():
+        [seconds] = at_once(lambda _: refused(store, "^other writers take too long"), 1)
+        assert PATIENCE <= seconds < 2 * PATIENCE
+        assert store.get_project("ann", park.id) == park
     store.create_project("ann", {})
-except Exception as error:
-    print(type(error).__name__, error)
-"""
 
 
 def test_write_that_failed_before_it_was_sent_was_not_made(path):
-    """The connection itself met the I/O error."""
-    ended = run(sys.executable, "-c", WRITE_WITHOUT_SPACE, path)
-    assert ended.stdout == f"Unavailable disk I/O error: {path}\n"
-
-
-WRITE_WITHOUT_DESCRIPTORS = """
-import os, resource, sys
-from engines.sqlite import SQLite
-from store import Store
-store = Store(SQLite(sys.argv[1]))
-store.create_project("ann", {})
-number = os.dup(0)
-os.close(number)
-_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-resource.setrlimit(resource.RLIMIT_NOFILE, (number, most))
-try:
-    store.create_project("ann", {})
-except Exception as error:
-    print(type(error).__name__, error)
-"""
+    """The connection itself met the I/O error, since SQLite cannot create the -shm."""
+    printed = attempt(path, "limit(resource.RLIMIT_FSIZE, 0); write(store)")
+    assert printed == f"Unavailable disk I/O error: {path}\n"
 
 
 def test_process_that_may_open_no_more_files_is_unavailable_to_writers(path):
-    ended = run(sys.executable, "-c", WRITE_WITHOUT_DESCRIPTORS, path)
-    assert ended.stdout == f"Unavailable Too many open files: {path}-lock\n"
+    no_more = "limit(resource.RLIMIT_NOFILE, os.dup(0))"
+    printed = attempt(path, f"write(store); {no_more}; write(store)")
+    assert printed == f"Unavailable Too many open files: {path}-lock\n"
 
 
 TAKE_TURNS = """
@@ -1362,17 +1272,6 @@ def test_tokens_and_accounts_are_in_order_however_the_rows_lie(store, raw):
             VALUES ({id}, '{account}', {digest.format(id)}, 1)""")
     assert [token.id for token in store.list_tokens()] == [1, 2, 3]
     assert [row.name for row in store.list_accounts()] == ["ann", "bob", "eve"]
-
-
-@on_sqlite
-def test_write_at_once_after_its_file_was_replaced_is_not_made(store, park, path, raw):
-    """Over a connection that is idle, and that no read has looked after."""
-    raw.execute("VACUUM INTO ?", [f"{path}-copy"])
-    store.create_project("ann", {})
-    os.rename(f"{path}-copy", path)
-    with pytest.raises(Unavailable, match=RESTART.format(path)) as failure:
-        store.create_project("ann", {})
-    assert type(failure.value) is Unavailable
 
 
 def test_link_that_leads_nowhere_yet_names_the_new_file(tmp_path):

@@ -121,14 +121,6 @@ def test_it_is_one_process_that_says_where_it_is(service):
     assert marked(service.mark) == [service.process.pid]
 
 
-def test_tokens_of_an_account_see_the_same_projects(gardening_service):
-    url, ann = gardening_service.url, os.urandom(8).hex()
-    tokens = [issue(url, account=ann), issue(url), issue(url, account=ann)]
-    for token in tokens:
-        assert call_projects(url, token, "POST", {})[0] == 201
-    assert [len(call_projects(url, token)[1]) for token in tokens] == [2, 1, 2]
-
-
 GIVEN = [
     {},
     {"account": None, "expired": None, "fail": None},
