@@ -16,7 +16,7 @@ from rigs.outside import (
     left,
     refuses,
 )
-from rigs.running import LIMIT, ROOT, at_once, blocks, needs, run
+from rigs.running import LIMIT, ROOT, blocks, needs, run
 
 PAGE = "docs/testing.md"
 PLUGIN = "testing.gardening_service.fixtures"
@@ -337,21 +337,6 @@ def test_fixture_of_a_test_issues_tokens_of_its_own_account(
     assert [status for status, _ in answers] == [200, 429, 401, 200, 200]
     assert [len(answers[number][1]) for number in (0, 3, 4)] == [1, 1, 0]
     assert gardening.headers == {"Authorization": f"Bearer {gardening.token}"}
-
-
-def test_fixture_gives_each_thread_its_own_tokens(gardening_service):
-    tokens = {}
-
-    def work(number):
-        issue = gardening_service.issue_token
-        tokens[number] = [issue(f"thread {number}") for _ in range(50)]
-
-    at_once(work)
-    assert len({token for several in tokens.values() for token in several}) == 400
-    for first, *others in tokens.values():
-        call_projects(gardening_service.url, first, "POST", {})
-        lists = [call_projects(gardening_service.url, token)[1] for token in others]
-        assert {len(projects) for projects in lists} == {1}
 
 
 @pytest.mark.parametrize("has_package", [False, True])

@@ -20,21 +20,8 @@ GREETED = {"get", "put"}
 KEY = API["components"]["parameters"]["IdempotencyKey"]["schema"]
 VALUES = [None, True, 0, 1, -1, 1.5, "", "x", "1", [], ["x"], {}, {"x": 1}, 10**400]
 TEXTS = ["a\0b", *["𝄞" * length for length in (100, 101, 1000, 1001)]]
-COORDINATES = [
-    -180,
-    180,
-    -90,
-    90,
-    -180.1,
-    180.1,
-    -90.1,
-    90.1,
-    "1",
-    True,
-    None,
-    [1],
-    1e308,
-]
+COORDINATES = [-180, 180, -90, 90, -180.1, 180.1, -90.1, 90.1, 1e308]
+COORDINATES += ["1", True, None, [1]]
 LOCATIONS = [
     POINT,
     POINT | {"type": "point"},

@@ -151,26 +151,15 @@ def test_nothing_at_all_is_an_empty_object(gardening_service):
 JSON = "application/json"
 WRONG = [
     (b"{", JSON, 400, None),
-    (b"", JSON, 400, None),
-    (b"{} {}", JSON, 400, None),
-    (b"\xff", JSON, 400, None),
-    (b'{"account": NaN}', JSON, 400, None),
     (b'{"account": "ann", "account": "bob"}', JSON, 400, None),
-    (b'{"account": ' * 5_000, JSON, 400, None),
-    (b'{"account": ' + b"9" * 5000 + b"}", JSON, 400, None),
     (b"{}", "text/plain", 415, None),
     (b"{}", None, 415, None),
     (b" " * 70_000, JSON, 413, None),
     (b"[]", JSON, 422, "_schema"),
-    (b"null", JSON, 422, "_schema"),
     (b'{"account": 1}', JSON, 422, "account"),
     (b'{"account": ""}', JSON, 422, "account"),
-    (b'{"account": " "}', JSON, 422, "account"),
-    (b'{"account": "a\\u0000"}', JSON, 422, "account"),
     (b'{"account": "\\ud800"}', JSON, 422, "account"),
-    (b'{"account": "a\\u2028b"}', JSON, 422, "account"),
     (b'{"Account": "ann"}', JSON, 422, "Account"),
-    (b'{"expires": true}', JSON, 422, "expires"),
     (b'{"expired": "true"}', JSON, 422, "expired"),
     (b'{"fail": "lost"}', JSON, 422, "fail"),
     (b'{"fail": ["lost", "5O3"]}', JSON, 422, "fail"),
@@ -225,13 +214,6 @@ def test_only_the_test_service_can_be_steered(gardening_service):
     app = create_app({"DATABASE": ":memory:"})
     assert not [rule for rule in app.url_map.iter_rules() if "/test" in rule.rule]
     app.extensions["store"].close()
-
-
-def test_service_announces_that_it_closes_on_an_unread_body(gardening_service):
-    with connect(gardening_service.url, "unknown") as client:
-        for size, connection in [(100, "keep-alive"), (100_000, "close")]:
-            status, headers, _ = client.ask("POST", PROJECTS, {"name": size * "x"})
-            assert (status, headers["Connection"]) == (401, connection)
 
 
 def test_malformed_request_gets_the_response_of_production(gardening_service):
