@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from flask import Blueprint, Flask, Response, current_app, request, url_for
-from flask.blueprints import BlueprintSetupState
 from werkzeug.http import quote_etag
 from werkzeug.routing import Rule
 
@@ -44,11 +43,13 @@ def create_app(config: Mapping[str, Any] | None = None) -> Flask:
     app.config["MAX_CONTENT_LENGTH"] = MAX_CONTENT_LENGTH
     app.config["PROVIDE_AUTOMATIC_OPTIONS"] = False
     app.config.from_prefixed_env()
-    # That parses JSON, so a file called 2026.10 would become a number.
+    # It parses values as JSON, and would turn a file called 2026.10 into a number.
     app.config["DATABASE"] = os.environ.get("FLASK_DATABASE")
     app.config.update(config or {})
     app.url_map.merge_slashes = False  # "a//b" is not redirected to "a/b"
     app.register_blueprint(api)
+    # Without methods, a Rule takes them all.
+    app.url_map.add(Rule("/api/v1/hello-service", endpoint="hello"))
     problems.add_to(app)
     swagger.add_to(app, TITLE)
     commands.add_to(app)
@@ -59,7 +60,7 @@ def create_app(config: Mapping[str, Any] | None = None) -> Flask:
 
 
 def open_store(app: Flask) -> Store:
-    """The store on the file or URL of the setting, or on a file in the instance folder."""
+    """The store on the database that the setting names, or in the instance folder."""
     database = str(app.config["DATABASE"] or "")
     if not database:
         try:
@@ -69,22 +70,19 @@ def open_store(app: Flask) -> Store:
         database = os.path.join(app.instance_path, "gardening.db")
     scheme, separator, _ = database.partition("://")
     if not separator:
-        return Store(SQLite(database))
+        checked = app.config.get("DATABASE_FILE")  # by gunicorn.conf.py
+        return Store(SQLite(database, checked and tuple(checked)))
     if scheme != "postgresql":
-        known = "the path of a file or start with postgresql://"
-        raise Unavailable(f"FLASK_DATABASE must be {known}, not {scheme}://")
+        raise Unavailable(
+            "FLASK_DATABASE must be the path of a file or start with postgresql://, "
+            f"not {scheme}://"
+        )
     try:
         from engines.postgres import PostgreSQL
     except ImportError as error:
         needed = "install psycopg[binary], or this package with the extra postgres"
         raise Unavailable(f"for PostgreSQL, {needed}") from error
     return Store(PostgreSQL(database))
-
-
-@api.record_once
-def route_hello(state: BlueprintSetupState) -> None:
-    """Route every method to `hello`, as a Rule without methods does."""
-    state.app.url_map.add(Rule("/api/v1/hello-service", endpoint="hello"))
 
 
 @api.endpoint("hello")
@@ -133,7 +131,7 @@ def list_projects(account: str) -> Response:
     page = read_page()
     projects = current_store().list_projects(account, read_known_etags(), page)
     response = respond_or_304(projects.etag, projects.document)
-    if page and projects.next_after is not None:  # RFC 8288
+    if page is not None and projects.next_after is not None:  # RFC 8288
         number = min(page.number + 1, MAX_PAGE)
         query = f"page={number}&size={page.size}&after={projects.next_after}"
         response.headers["Link"] = f'<{url_for(".list_projects")}?{query}>; rel="next"'
@@ -174,7 +172,8 @@ def delete_project(account: str, id: str) -> Response:
 def respond_or_304(etag: str, document: bytes | None) -> Response:
     """The document, or 304 if the caller has it already (RFC 9110 13.1.2).
 
-    The document is None if the store has found the ETag among those that the caller has.
+    The store has compared the ETag of a list: its document is None if the caller has it.
+    What is left are the ETag of a Project, and `*`.
     """
     headers = {"Cache-Control": "private, no-cache", "ETag": quote_etag(etag)}
     # Parsed only if it was sent: parsing costs a twentieth of a read.

@@ -27,7 +27,7 @@ class BadName(ValueError):
 def issue_token(store: Store, account: str, days: int | None = None) -> tuple[str, int]:
     """Issue a token that expires after these days, or never. Raises BadName.
 
-    Returns the token and its id. A token for 0 days has expired already.
+    Returns the token and its id. With 0 days, the token has already expired.
     """
     token = PREFIX + secrets.token_urlsafe(32)
     return token, store.add_token(account_name(account), digest(token), days)

@@ -9,7 +9,7 @@ import sys
 from contextlib import closing
 from http import HTTPStatus
 from importlib import import_module
-from multiprocessing import get_context
+from multiprocessing import Pipe, get_context
 from typing import Any
 from urllib.parse import quote
 
@@ -26,7 +26,7 @@ TOKEN = re.compile(r"gardening_[\w-]{20,}")
 
 
 class Log(Statsd):
-    """Has the account, the path as it was sent, no control character and no token."""
+    """Logs the account and the path as sent, without control characters or tokens."""
 
     def access(self, *request: Any) -> None:
         # Without statsd_host there is no socket, and Statsd would format for nobody.
@@ -61,9 +61,10 @@ def write_problem(sock: socket.socket, status_int: int, reason: str, mesg: str) 
     util.write_nonblock(sock, f"{head}Connection: close\r\n\r\n{body}".encode())
 
 
-if {"--check-config", "--print-config"} & {*sys.argv}:
-    # Load the code, and leave the database alone: opening it brings its tables to the layout
-    # of this release, while processes of an older one may still serve it.
+if any(word.startswith(("--che", "--pri")) for word in sys.argv):
+    # --check-config or --print-config, however they are abbreviated: load the code and the
+    # driver, and leave the database alone. Opening it brings its tables to the layout of
+    # this release, while processes of an older one may still serve it.
     if "://" in os.environ.get("FLASK_DATABASE", ""):
         import_module("engines.postgres")
     os.environ["FLASK_DATABASE"] = ":memory:"
@@ -78,7 +79,8 @@ workers = int(os.environ.get("WEB_CONCURRENCY", 2 * (os.cpu_count() or 1)))
 # contend for the interpreter, and a mix of reads and writes gets slower.
 threads = 2
 keepalive = 75  # seconds, longer than the proxy's, so that the proxy closes first
-worker_tmp_dir = "/dev/shm" if os.path.isdir("/dev/shm") else None  # no beat on a disk
+# Where the heartbeats of workers touch no disk.
+worker_tmp_dir = "/dev/shm" if os.path.isdir("/dev/shm") else None
 control_socket_disable = True  # there is one per user, so two instances would clash
 accesslog = "-"
 logger_class = Log
@@ -89,28 +91,36 @@ access_log_format = '%({x-request-id}i)s "%(u)s" "%(m)s %(U)s" %(s)s %(B)s %(D)s
 def on_starting(server: Arbiter) -> None:
     """Refuse an unusable database once, here, and not in every worker."""
     # In a process of its own: what the master imported would outlive a reload.
-    check = get_context("fork").Process(target=check_database)
+    found, answer = Pipe(duplex=False)
+    check = get_context("fork").Process(target=check_database, args=[server, answer])
     check.start()
     check.join(CHECK_LIMIT)
     if check.exitcode != 0:
         check.kill()
         sys.exit(1)
+    # A worker that starts later may do so in an outage, and takes no other file.
+    os.environ["FLASK_DATABASE_FILE"] = json.dumps(found.recv())
 
 
-def check_database() -> None:
-    """Say in one line why the service cannot use its database, and fail."""
-    from app import create_app
+def check_database(server: Arbiter, answer: Any) -> None:
+    """Tell which file the database is, or in one line why the service cannot use it."""
     from engines.base import Unavailable
 
+    os.environ.pop("FLASK_DATABASE_FILE", None)  # of the master before this one
     try:
-        with closing(create_app().extensions["store"]) as store:
-            store.check()
+        app: Any = server.app.wsgi()
+        file = None
+        if store := app.extensions.get("store"):  # or it is another application
+            with closing(store):
+                store.check()
+            file = getattr(store.engine, "file", None)
+        answer.send(file)
     except Unavailable as error:
         sys.exit(f"Error: {error}")
 
 
 def pre_request(worker: Worker, request: Request) -> None:
-    """Announce a close where what is left of a body would be the next request."""
+    """Announce a close where gunicorn would take an unread body for the next request."""
     headers = dict(request.headers)
     size = int(headers.get("CONTENT-LENGTH", 0))
     # gunicorn reads past less than this. Of a chunked body nobody knows the length.

@@ -1,6 +1,7 @@
 """Every error as a problem document (RFC 9457); those of the store are in one table."""
 
 import json
+from functools import partial
 from typing import NamedTuple
 
 from flask import Flask, Response, current_app
@@ -24,7 +25,7 @@ class Answer(NamedTuple):
 
     status: int
     detail: str
-    type: str = "about:blank"  # another one only for what programs must tell apart
+    type: str = "about:blank"  # a URN only where programs must tell two errors apart
 
 
 STORE_ERRORS = {
@@ -57,20 +58,19 @@ STORE_ERRORS = {
 def add_to(app: Flask) -> None:
     app.register_error_handler(http.HTTPException, problem)
     app.register_error_handler(ValidationError, on_invalid)
-    for kind in STORE_ERRORS:
-        app.register_error_handler(kind, on_store_error)
+    for kind, answer in STORE_ERRORS.items():
+        app.register_error_handler(kind, partial(on_store_error, answer))
 
 
 def problem(error: http.HTTPException, **members: object) -> Response:
     """A problem document, with the headers that the error brings along."""
     code, detail = error.code or 500, error.description
-    is_werkzeugs = detail == type(error).description
-    if is_werkzeugs:
+    if detail == type(error).description:  # Werkzeug's
         detail = DETAILS.get(code, detail)
-    document = {"type": "about:blank", "title": TITLES.get(code, error.name)}
-    body = json.dumps({**document, "status": code, "detail": detail, **members})
-    status = f"{code} {document['title']}"
-    response = Response(body, status, error.get_headers())
+    title = TITLES.get(code, error.name)
+    document = {"type": "about:blank", "title": title, "status": code, "detail": detail}
+    body = json.dumps(document | members)
+    response = Response(body, f"{code} {title}", error.get_headers())
     response.content_type = "application/problem+json"
     response.cache_control.no_store = True
     return response
@@ -81,13 +81,10 @@ def on_invalid(error: ValidationError) -> Response:
     return problem(http.UnprocessableEntity(detail), errors=error.messages)
 
 
-def on_store_error(error: Exception) -> Response:
-    answer = next(STORE_ERRORS[k] for k in type(error).__mro__ if k in STORE_ERRORS)
+def on_store_error(answer: Answer, error: Exception) -> Response:
     members: dict[str, object] = {"type": answer.type}
-    if (
-        answer.status == 422
-    ):  # which always names what is wrong; here no single member is
-        members["errors"] = {}
+    if answer.status == 422:
+        members["errors"] = {}  # every 422 has it, though here no one member is wrong
     response = problem(http.default_exceptions[answer.status](answer.detail), **members)
     if answer.status == 503:
         current_app.logger.error("Database unavailable: %s", error)

@@ -1,6 +1,6 @@
 """What a request says: its query, headers and body, or why they are refused.
 
-It knows nothing of what a Project is, which schemas.py says, nor of how it is kept.
+It does not know what a Project is (schemas.py does), or how one is stored.
 """
 
 import json
@@ -16,10 +16,10 @@ from werkzeug import exceptions as http
 from werkzeug.datastructures import ETags
 
 import schemas
-from store import ANY, NONE, Etags, Page
+from store import Etags, Page
 
 MAX_BODY = 64 * 1024  # bytes; the longest texts, all of them escaped, take 13 KB
-# Werkzeug silently truncates a chunked body here. The extra byte shows that it did.
+# At this length, Werkzeug silently truncates a chunked body. The extra byte shows it.
 MAX_CONTENT_LENGTH = MAX_BODY + 1
 
 
@@ -54,16 +54,20 @@ def read_known_etags() -> Etags:
 
 
 def read_preconditions() -> tuple[Etags | None, Etags | None]:
-    """If-Match and If-None-Match of a request that changes something (RFC 9110 13.1)."""
-    is_any = "If-Match" not in request.headers or request.if_match.star_tag
-    if_match = ANY if is_any else read_etags(request.if_match, include_weak=False)
-    if_none_match = ANY if request.if_none_match.star_tag else read_known_etags()
-    return if_match, if_none_match
+    """If-Match and If-None-Match of a request that changes something (RFC 9110 13.1).
+
+    None asks nothing.
+    """
+    if request.if_none_match.star_tag:
+        return (), None  # no ETag satisfies it, as none satisfies an empty If-Match
+    if "If-Match" not in request.headers or request.if_match.star_tag:
+        return None, read_known_etags()
+    return read_etags(request.if_match, include_weak=False), read_known_etags()
 
 
 def read_etags(header: ETags, include_weak: bool) -> Etags:
     # Werkzeug parses an empty ETag as None.
-    return [etag for etag in header.as_set(include_weak) if etag] if header else NONE
+    return [etag for etag in header.as_set(include_weak) if etag]
 
 
 def read_members() -> dict[str, object]:
@@ -84,8 +88,7 @@ def read_json() -> Any:
         reason = f"byte {error.start + 1} is not UTF-8"
     except json.JSONDecodeError as error:
         reason = f"see line {error.lineno}, column {error.colno}"
-    # Any other, of reject_constant or int(). BadRequest, of reject_duplicates, is none.
-    except ValueError:
+    except ValueError:  # from reject_constant or int()
         reason = "it holds NaN, Infinity or an integer of thousands of digits"
     except RecursionError:
         reason = "it is nested too deeply"
@@ -93,7 +96,7 @@ def read_json() -> Any:
 
 
 def reject_constant(name: str) -> NoReturn:
-    raise ValueError(f"JSON has no {name}")
+    raise ValueError(name)
 
 
 def reject_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -4,7 +4,6 @@ It knows nothing of requests or databases. Whatever passes is stored unchecked.
 """
 
 import re
-from functools import partial
 from typing import Any
 
 from marshmallow import Schema, fields, missing, validate
@@ -21,7 +20,7 @@ NOT_FINITE: dict[str, Any] = {"special": "Not a number that a double can hold."}
 class OutputOnly(fields.Raw):
     """Set by the service: taken and ignored (AIP-203); dump_only would refuse it.
 
-    In `deserialize`, so that null and missing are ignored as well, and nothing validated.
+    It overrides `deserialize`, so null and missing are ignored as well.
     """
 
     def deserialize(self, *args: Any, **kwargs: Any) -> Any:
@@ -48,7 +47,7 @@ class Digits(fields.Integer):
         return super()._deserialize(value, *args, **kwargs)
 
 
-storable_text = validate.Regexp(
+STORABLE = validate.Regexp(
     "[^\0\ud800-\udfff]*$", error="U+0000 and lone surrogates cannot be stored."
 )
 
@@ -56,11 +55,7 @@ storable_text = validate.Regexp(
 def text(max_length: int) -> fields.String:
     """Text of at most this many code points, or null."""
     limit = validate.Length(max=max_length)
-    return fields.String(allow_none=True, validate=[limit, storable_text])
-
-
-Longitude = partial(Degrees, validate=validate.Range(-180, 180))
-Latitude = partial(Degrees, validate=validate.Range(-90, 90))
+    return fields.String(allow_none=True, validate=[limit, STORABLE])
 
 
 class PointSchema(Schema):
@@ -68,7 +63,10 @@ class PointSchema(Schema):
 
     type = fields.String(required=True, validate=validate.Equal("Point"))
     coordinates = fields.Tuple(
-        (Longitude(), Latitude()),
+        (
+            Degrees(validate=validate.Range(-180, 180)),
+            Degrees(validate=validate.Range(-90, 90)),
+        ),
         required=True,
         error_messages={"invalid": "Not a valid array."},
     )

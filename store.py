@@ -1,9 +1,9 @@
 """Projects and access tokens: what the service guarantees about them, and the rules.
 
-It knows nothing of HTTP, nor of what a valid Project is, and no engine by name. An engine
-runs the statements, and renders a Project as the JSON that goes over the wire. Threads and
-processes may share a database. Unless it is in memory, what a method has written is on the
-disk when it returns.
+It imports no Flask, validates no Project, and names no engine. An engine runs the
+statements, and renders a Project as the JSON that goes over the wire. Threads and processes
+may share a database. Unless it is in memory, what a method has written is on the disk when
+it returns.
 """
 
 import hashlib
@@ -50,7 +50,7 @@ class Page(NamedTuple):
 
     number: int  # from 0
     size: int  # Projects
-    # Start behind this Project (its seq). The number is then only repeated in the answer.
+    # Start behind this Project (its seq). `number` then only appears in the response.
     after: int | None = None
 
 
@@ -63,9 +63,9 @@ class Account(NamedTuple):
     name: str
     projects: int
     tokens: int
-    # When the Project that was changed last was changed, in epoch milliseconds; None
-    # without Projects.
-    changed_at: int | None
+    changed_at: (
+        int | None
+    )  # its Projects' last change, epoch milliseconds; None: no Project
 
 
 class Token(NamedTuple):
@@ -77,8 +77,6 @@ class Token(NamedTuple):
 
 Members = Mapping[str, object]  # some or all of those that a caller can set
 Etags = Collection[str]
-ANY = None  # in place of ETags: "*". If-Match asks nothing then; If-None-Match refuses all.
-NONE: Etags = ()
 DAY = 86_400_000  # milliseconds
 KINDS = {name: tables.MEMBERS[name] for name in tables.SETTABLE}
 MEMBERS_OF_1_2 = ("name", "postal_code", "location")
@@ -87,8 +85,8 @@ MEMBERS_OF_1_2 = ("name", "postal_code", "location")
 class Store:
     """The rules, for any engine.
 
-    Any method may raise engines.base.Unavailable, and one that writes OutcomeUnknown. A
-    change finds its row in the statement that makes it, so nothing comes in between.
+    Any method may raise engines.base.Unavailable, and one that writes OutcomeUnknown. Each
+    change checks and writes in one statement, so no other change comes between.
     """
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.time) -> None:
@@ -118,7 +116,7 @@ class Store:
             return Project(*self.engine.write(self.engine.CREATE, values)[0])
         digest = digest_of(columns)
         claim = {"account": account, "key": key, "digest": digest, "project": id}
-        with self.engine.transaction() as execute:
+        with self.engine.transaction(account) as execute:
             [(first_id, first_digest)] = execute(tables.CLAIM_KEY, claim)
             if first_id == id:
                 return Project(*execute(self.engine.CREATE, values)[0])
@@ -143,12 +141,12 @@ class Store:
         account: str,
         id: str,
         members: Members,
-        if_match: Etags | None = ANY,
-        if_none_match: Etags | None = NONE,
+        if_match: Etags | None = None,
+        if_none_match: Etags | None = None,
     ) -> Project:
         """Change these members and raise the version by 1. Raises NotFound, Stale.
 
-        The two conditions are those of RFC 9110 13.1.
+        The two conditions are those of RFC 9110 13.1; None asks nothing.
         """
         columns = as_columns(members)
         changes = "".join(f"{name} = :{name}, " for name in columns)
@@ -160,8 +158,8 @@ class Store:
         self,
         account: str,
         id: str,
-        if_match: Etags | None = ANY,
-        if_none_match: Etags | None = NONE,
+        if_match: Etags | None = None,
+        if_none_match: Etags | None = None,
     ) -> None:
         """Delete a Project and all that belongs to it. Raises NotFound, Stale."""
         values = identity(account, id)
@@ -173,7 +171,7 @@ class Store:
         """All Projects, oldest first, or one page of them.
 
         `known` are the ETags of lists that the caller has. Any change gives the account's
-        lists ETags that never come back.
+        lists new ETags, which no later list has, but that of an account deleted since.
         """
         values: Values = {"account": account, "known": as_list(known)}
         if page is None:
@@ -182,7 +180,8 @@ class Store:
             return ProjectList(etag, document, None)
         values |= {"page": page.number, "size": page.size, "after": page.after or 0}
         values["offset"] = page.number * page.size if page.after is None else 0
-        values["etag_suffix"] = "".join(f"-{n}" for n in page if n is not None)
+        start = "" if page.after is None else f"-{page.after}"
+        values["etag_suffix"] = f"-{page.number}-{page.size}{start}"
         [(etag, document)] = self.engine.read(self.engine.LIST_PAGE, values)
         if document is None:
             return ProjectList(etag, None, None)
@@ -215,7 +214,7 @@ class Store:
         return bool(self.engine.write(tables.REVOKE_TOKEN, {"id": id}))
 
     def has_account(self, name: str) -> bool:
-        """Whether the account has ever had a Project, or has a token."""
+        """Whether `list_accounts` has it."""
         return bool(self.engine.read(tables.FIND_ACCOUNT, {"name": name}))
 
     def list_accounts(self) -> list[Account]:
@@ -224,7 +223,7 @@ class Store:
 
     def delete_account(self, name: str) -> bool:
         """Delete the account and all that is its own; False if there is none."""
-        with self.engine.transaction(LONG) as execute:
+        with self.engine.transaction(name, LONG) as execute:
             deleted = [execute(sql, {"name": name}) for sql in tables.DELETE_ACCOUNT]
         return any(deleted)
 
@@ -235,15 +234,13 @@ class Store:
         if_match: Etags | None,
         if_none_match: Etags | None,
     ) -> Any:
-        if if_none_match is ANY:  # which no ETag satisfies
-            if_match, if_none_match = NONE, NONE
         values["now"] = self._now()
-        values["if_match"] = None if if_match is ANY else as_list(if_match)
+        values["if_match"] = None if if_match is None else as_list(if_match)
         values["if_none_match"] = as_list(if_none_match) if if_none_match else None
         rows = self.engine.write(sql, values)
         if rows:
             return rows[0]
-        if if_match is ANY and not if_none_match:
+        if if_match is None and not if_none_match:
             raise NotFound
         # This raises NotFound, unless it is only the ETag that did not match.
         self.get_project(values["account"], values["id"])
@@ -254,7 +251,7 @@ class Store:
 
 
 def identity(account: str, id: str) -> Values:
-    # PostgreSQL cannot hold U+0000. As "?", it makes an id that no Project has, either.
+    # PostgreSQL refuses U+0000. No id has a "?", so this one is not found, either.
     return {"account": account, "id": id.replace("\0", "?")}
 
 
@@ -266,7 +263,9 @@ def as_list(etags: Etags) -> str:
 def as_columns(members: Members) -> Values:
     """The members as they are stored. Raises KeyError for one that cannot be set."""
     return {
-        name: compact(value) if KINDS[name] == tables.JSON and value else value
+        name: compact(value)
+        if KINDS[name] == tables.JSON and value is not None
+        else value
         for name, value in members.items()
     }
 
@@ -277,10 +276,9 @@ def compact(value: object) -> str:
 
 
 def digest_of(columns: Values) -> bytes:
-    """The SHA-256 digest by which members that come with the same key are compared.
+    """A SHA-256 digest of the members, to compare requests with the same key.
 
-    It is the same in every release: of the members that came after 1.2.0, those that are
-    null are left out.
+    It is the same in every release: a null member that 1.2.0 did not have is left out.
     """
     compared = {
         name: value

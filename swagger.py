@@ -23,27 +23,27 @@ def add_to(app: Flask, title: str) -> None:
     # No badge, which would call another host; no box for other descriptions.
     look = {"validatorUrl": None, "layout": "BaseLayout", "app_name": title}
     page = get_swaggerui_blueprint(".", "../openapi.json", look)
-    page.before_request(forget_dates)
-    page.after_request(protect)
+    page.before_request(ignore_dates)
+    page.after_request(adapt)
     app.register_blueprint(page, url_prefix="/docs")
     # Relative to either path, so that it is right below a proxy's prefix as well.
     app.add_url_rule("/", "index", lambda: redirect("docs/"))
     app.add_url_rule("/docs", "index")
 
 
-def forget_dates() -> None:
+def ignore_dates() -> None:
     """Leave caching to ETags: Werkzeug raises OverflowError for dates far ahead."""
     request.environ.pop("HTTP_IF_MODIFIED_SINCE", None)
     if request.environ.pop("HTTP_IF_RANGE", None):
         request.environ.pop("HTTP_RANGE", None)  # send it all (RFC 9110 13.1.5)
 
 
-def protect(response: Response) -> Response:
+def adapt(response: Response) -> Response:
     """Allow only the page's own scripts, forbid framing, and fit it to phones."""
     if response.mimetype != "text/html":
         return response
     hashes = ""
-    if not response.direct_passthrough:  # the page itself, and no file of the package
+    if not response.direct_passthrough:  # the page itself, not a file of the package
         response.data = response.data.replace(b"<head>", b"<head>" + VIEWPORT, 1)
         for script in re.findall(b"<script>(.*?)</script>", response.data, re.DOTALL):
             digest = base64.b64encode(hashlib.sha256(script).digest()).decode()

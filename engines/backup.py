@@ -4,6 +4,7 @@ It copies rows and knows no rule of the store. A file to restore may come from a
 its rows pass through tables of our own, and nothing in it becomes part of a statement.
 """
 
+import os
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -20,10 +21,40 @@ if TYPE_CHECKING:  # psycopg may not be installed
 # The layouts that added these; all else has been there since layout 1.
 ADDED = {"idempotency_key": 2, "account.created": 2, "account.projects": 3}
 END = 253_402_300_799_999  # of the year 9999, in epoch milliseconds
-# What breaks a rule that the tables themselves do not hold.
+MAX = (
+    2**52
+)  # of what is counted: JSON readers keep as many as this, and one more, exactly
+LONGEST = 1300  # bytes of a key: an index of PostgreSQL takes 2,704, and some have two
+CONTROL = "'*[\x01-\x1f\x7f-\x9f]*'"
+# What breaks a rule that the tables themselves do not enforce.
 FAULTS = {
-    "the location of a Project is not JSON": """
-        SELECT id FROM project WHERE location IS NOT NULL AND NOT json_valid(location)""",
+    "the location of a Project is no GeoJSON Point": """
+        SELECT id FROM project
+        WHERE location IS NOT NULL AND CASE WHEN json_valid(location) THEN
+            location ->> '$.type' IS 'Point'
+            AND (SELECT count(*) FROM json_each(location)) IS 2
+            AND json_array_length(location, '$.coordinates') IS 2
+            AND json_type(location, '$.coordinates[0]') IN ('integer', 'real')
+            AND json_type(location, '$.coordinates[1]') IN ('integer', 'real')
+            END IS NOT 1""",
+    "the revision of an account is not made of letters and digits": """
+        SELECT name FROM account WHERE revision = '' OR revision GLOB '*[^0-9A-Za-z]*'
+            OR length(revision) <> length(CAST(revision AS BLOB))""",
+    "a name, a key or an ID is too long, or holds a control character": f"""
+        WITH text (text) AS (SELECT name FROM account UNION SELECT account FROM token
+            UNION SELECT account FROM project UNION SELECT id FROM project
+            UNION SELECT id FROM part UNION SELECT kind FROM part
+            UNION SELECT account FROM idempotency_key
+            UNION SELECT key FROM idempotency_key)
+        SELECT text FROM text
+        WHERE length(CAST(text AS BLOB)) > {LONGEST}
+            OR text GLOB {CONTROL} OR instr(text, char(0))""",
+    "a number is too small or too large": f"""
+        SELECT name FROM account WHERE created NOT BETWEEN 0 AND {MAX}
+        UNION SELECT id FROM project
+        WHERE seq NOT BETWEEN 1 AND {MAX} OR version NOT BETWEEN 1 AND {MAX}
+        UNION SELECT id FROM token WHERE id < 1
+        UNION SELECT name FROM sqlite_sequence WHERE seq NOT BETWEEN 0 AND {MAX}""",
     "an account does not count its Projects": """
         SELECT known.name
         FROM (SELECT name FROM account UNION SELECT account FROM project) AS known
@@ -45,7 +76,7 @@ BAD_FILE = (sqlite3.SQLITE_CONSTRAINT, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NO
 
 
 class BadBackup(Exception):
-    """The file is no whole backup of this service; nothing was restored."""
+    """The file is not a complete backup of this service; nothing was restored."""
 
 
 def backup(engine: Engine, path: str) -> None:
@@ -54,13 +85,13 @@ def backup(engine: Engine, path: str) -> None:
         try:
             if isinstance(engine, SQLite):
                 with closing(engine.connect()) as source:
-                    write(source, unnamed)
+                    vacuum_into(unnamed, source)
             else:
                 with closing(scratch()) as copy:
                     fetch(cast("PostgreSQL", engine), copy)
-                    write(copy, unnamed)
+                    vacuum_into(unnamed, copy)
         except sqlite3.Error as error:
-            raise_outage(error, f"while copying to {path}")
+            check_outage(error, f"while copying to {path}")
             raise
 
 
@@ -69,7 +100,7 @@ def restore(engine: Engine, path: str) -> None:
 
     Raises BadBackup, and Unavailable, also if the database is not empty.
     """
-    with engine.begun(engine.BEGIN_FILL, LONG) as target:
+    with engine.begin(engine.BEGIN_FILL, LONG) as target:
         for table in tables.COLUMNS:
             if target.execute(f"SELECT 1 FROM {table} LIMIT 1").fetchall():
                 raise Unavailable("the database to fill is not empty")
@@ -81,17 +112,19 @@ def restore(engine: Engine, path: str) -> None:
             else:
                 with closing(scratch()) as copy:
                     load(copy, path)
-                    check_for_nul(copy, path)
+                    check_for_nul(copy)
                     send(copy, cast("PostgreSQL", engine), target)
+        except BadBackup as error:
+            raise BadBackup(f"{' '.join(str(error).split())}: {path}") from error
         except sqlite3.Error as error:
-            raise_outage(error, f"while copying from {path}")
+            check_outage(error, f"while copying from {path}")
             raise
         for sql in engine.START_TRIGGERS:
             target.execute(sql)
     engine.close()  # a connection that has the file attached is not for others
 
 
-def raise_outage(error: sqlite3.Error, when: str) -> None:
+def check_outage(error: sqlite3.Error, when: str) -> None:
     """Raises Unavailable, unless the error is a defect."""
     name = getattr(error, "sqlite_errorname", "")
     if OUTAGE.match(name) or name == "SQLITE_INTERRUPT":  # by a signal
@@ -106,14 +139,14 @@ def scratch() -> sqlite3.Connection:
     return connection
 
 
-def select(table: str) -> str:
+def select_all(table: str) -> str:
     return f"SELECT {', '.join(tables.COLUMNS[table])} FROM {table}"
 
 
 def send(copy: sqlite3.Connection, engine: "PostgreSQL", target: Any) -> None:
     """Fill the tables of the target with what the copy holds."""
     for table, columns in tables.COLUMNS.items():
-        engine.fill(target, table, columns, copy.execute(select(table)))
+        engine.fill(target, table, columns, copy.execute(select_all(table)))
     [(last,)] = copy.execute(SQLite.LAST_TOKEN).fetchall()
     for sql in engine.SET_LAST_TOKEN:
         engine.execute(target, sql, {"last": last})
@@ -121,12 +154,12 @@ def send(copy: sqlite3.Connection, engine: "PostgreSQL", target: Any) -> None:
 
 def fetch(engine: "PostgreSQL", copy: sqlite3.Connection) -> None:
     """Fill the copy with what the engine holds at this moment."""
-    with engine.begun(engine.BEGIN_COPY, LONG, writes=False) as source:
+    with engine.begin(engine.BEGIN_COPY, LONG, writes=False) as source:
         copy.execute("BEGIN")
         for table, columns in tables.COLUMNS.items():
             names, marks = ", ".join(columns), ", ".join("?" * len(columns))
             insert = f"INSERT INTO {table} ({names}) VALUES ({marks})"
-            with closing(engine.select(source, select(table))) as rows:
+            with closing(engine.select(source, select_all(table))) as rows:
                 copy.executemany(insert, rows)
         [(last,)] = source.execute(engine.LAST_TOKEN).fetchall()
         for sql in SQLite.SET_LAST_TOKEN:
@@ -137,7 +170,7 @@ def fetch(engine: "PostgreSQL", copy: sqlite3.Connection) -> None:
         copy.execute("COMMIT")
 
 
-def write(source: sqlite3.Connection, path: str) -> None:
+def vacuum_into(path: str, source: sqlite3.Connection) -> None:
     # Python handles signals between its own instructions. Without these, SIGTERM would
     # wait for the whole copy.
     source.set_progress_handler(lambda: None, 100_000)
@@ -150,24 +183,24 @@ def uri(path: str) -> str:
 
 
 def load(target: sqlite3.Connection, path: str) -> None:
-    """Insert all rows of the file, once it has proved to be a whole backup."""
+    """Insert all rows of the file, once it has proved to be a complete backup."""
     try:
         layout = attach(target, path)
         for table in tables.COLUMNS:
-            if columns := check_table(target, table, layout, path):
+            if columns := check_table(target, table, layout):
                 target.execute(
                     f"""INSERT INTO main.{table} ({", ".join(columns)})
                     SELECT {", ".join(columns)} FROM backup.{table}"""
                 )
-        # What layout 1 did not count yet, and layout 2.
+        # Layout 1 counted neither, and layout 2 only the Projects ever created.
         for sql in (tables.COUNT_CREATED, tables.COUNT_PROJECTS)[layout - 1 :]:
             target.execute(sql)
-        load_last_token(target, path)
-        check_rows(target, path)
+        load_last_token(target)
+        check_rows(target)
     except sqlite3.Error as error:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # without its extension
         if code in BAD_FILE:
-            raise BadBackup(f"{error}: {path}") from error
+            raise BadBackup(str(error)) from error
         raise
 
 
@@ -176,24 +209,25 @@ def attach(target: sqlite3.Connection, path: str) -> int:
 
     Returns its layout.
     """
+    if not os.path.isfile(path):  # SQLite would wait for the writer of a pipe
+        raise BadBackup("the file cannot be opened")
     # No function with an effect runs in a view, an index or a default of the file.
     target.execute("PRAGMA trusted_schema = OFF")
     try:
         target.execute("ATTACH ? AS backup", [f"{uri(path)}&mode=ro"])
         [(application,)] = target.execute("PRAGMA backup.application_id").fetchall()
         [(layout,)] = target.execute("PRAGMA backup.user_version").fetchall()
-    except sqlite3.Error as error:  # its text may hold the URI
-        reason = str(error)
-        if "unable to open" in reason:
-            reason = "the file cannot be opened"
-        raise BadBackup(f"{reason}: {path}") from error
-    if application != tables.APPLICATION_ID or layout < 1:
-        raise BadBackup(f"this is no backup of the service: {path}")
-    if layout > tables.LAYOUT:
-        raise BadBackup(f"a newer release made this backup: {path}")
-    [(found,)] = target.execute("PRAGMA backup.integrity_check(1)").fetchall()
+        if application != tables.APPLICATION_ID or layout < 1:
+            raise BadBackup("this is no backup of the service")
+        if layout > tables.LAYOUT:
+            raise BadBackup("a newer release made this backup")
+        [(found,)] = target.execute("PRAGMA backup.integrity_check(1)").fetchall()
+    except sqlite3.Error as error:
+        is_closed = "unable to open" in str(error)  # and it quotes the URI
+        reason = "the file cannot be opened" if is_closed else str(error)
+        raise BadBackup(reason) from error
     if found != "ok":
-        raise BadBackup(f"the backup is damaged, {' '.join(found.split())}: {path}")
+        raise BadBackup(f"the backup is damaged, {found}")
     return int(layout)
 
 
@@ -207,50 +241,46 @@ def columns_in(target: sqlite3.Connection, table: str) -> set[str]:
     return {name for (name,) in rows}
 
 
-def check_table(
-    target: sqlite3.Connection, table: str, layout: int, path: str
-) -> list[str]:
+def check_table(target: sqlite3.Connection, table: str, layout: int) -> list[str]:
     """The columns that the table has in a backup of this layout; none if it had none."""
     if ADDED.get(table, 1) > layout:
         return []
     names = [n for n in tables.COLUMNS[table] if ADDED.get(f"{table}.{n}", 1) <= layout]
     if columns_in(target, table) != set(names):
-        raise BadBackup(f"{table} has other columns than {', '.join(names)}: {path}")
+        raise BadBackup(f"{table} has other columns than {', '.join(names)}")
     return names
 
 
-def load_last_token(target: sqlite3.Connection, path: str) -> None:
+def load_last_token(target: sqlite3.Connection) -> None:
     if columns_in(target, "sqlite_sequence") != {"name", "seq"}:
-        raise BadBackup(f"the last ID of a token is missing: {path}")
+        raise BadBackup("the last ID of a token is missing")
     sql = "SELECT seq, typeof(seq) FROM backup.sqlite_sequence WHERE name = 'token'"
     for last, kind in target.execute(sql).fetchall():
         if kind != "integer":
-            raise BadBackup(f"the last ID of a token is no integer: {path}")
+            raise BadBackup("the last ID of a token is no integer")
         for sql in SQLite.SET_LAST_TOKEN:
             target.execute(sql, {"last": last})
 
 
-def check_rows(target: sqlite3.Connection, path: str) -> None:
+def check_rows(target: sqlite3.Connection) -> None:
     for table in tables.COLUMNS:
         try:
-            for _ in target.execute(select(table)):
+            for _ in target.execute(select_all(table)):
                 pass
         except sqlite3.OperationalError as error:
             # Python's own error, for text that is not UTF-8, has no code of SQLite.
             if hasattr(error, "sqlite_errorcode"):
                 raise
-            raise BadBackup(f"{table} holds text that is not UTF-8: {path}") from error
+            raise BadBackup(f"{table} holds text that is not UTF-8") from error
     for fault, sql in FAULTS.items():
         if row := target.execute(f"{sql} LIMIT 1").fetchone():
-            raise BadBackup(f"{fault} ({row[0]!r}): {path}")
+            raise BadBackup(f"{fault} ({row[0]!r})")
 
 
-def check_for_nul(copy: sqlite3.Connection, path: str) -> None:
+def check_for_nul(copy: sqlite3.Connection) -> None:
     """PostgreSQL cannot hold U+0000, which release 1.0 took."""
-    for table, columns in tables.COLUMNS.items():
-        texts = [name for name in columns if name != "digest"]
-        condition = " OR ".join(f"instr({name}, char(0))" for name in texts)
-        sql = f"SELECT {columns[0]} FROM {table} WHERE {condition} LIMIT 1"
-        if row := copy.execute(sql).fetchone():
-            fault = "U+0000, which PostgreSQL cannot hold, is in the"
-            raise BadBackup(f"{fault} {table} {row[0]!r}: {path}")
+    condition = " OR ".join(f"instr({name}, char(0))" for name in tables.SETTABLE)
+    sql = f"SELECT id FROM project WHERE {condition} LIMIT 1"
+    if row := copy.execute(sql).fetchone():
+        fault = "U+0000, which PostgreSQL cannot hold, is in the Project"
+        raise BadBackup(f"{fault} {row[0]!r}")

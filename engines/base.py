@@ -74,11 +74,11 @@ class Engine(ABC):
         """Take note of what the error says about the server, if there is one."""
 
     def allow(self, connection: Any, seconds: int) -> None:
-        """Let the transaction take these seconds. SQLite has no limit to raise."""
+        """Let the transaction take these seconds; for an engine that has a limit."""
 
     def read(self, sql: str, values: Values) -> Rows:
         """All rows of a statement. Raises Unavailable."""
-        with Session(self) as connection:
+        with Session(self) as connection:  # directly: no engine makes a read wait
             return self.execute(connection, sql, values)
 
     def write(self, sql: str, values: Values) -> Rows:
@@ -87,17 +87,19 @@ class Engine(ABC):
             return self.execute(connection, sql, values)
 
     @contextmanager
-    def transaction(self, seconds: int = 0) -> Iterator[Callable[[str, Values], Rows]]:
-        """For several statements that write: all of them are made, or none.
+    def transaction(
+        self, account: str, seconds: int = 0
+    ) -> Iterator[Callable[[str, Values], Rows]]:
+        """For several statements that write to the account: all of them are made, or none.
 
         It may take these seconds, or as long as a request.
         """
-        with self.begun(self.BEGIN, seconds) as connection:
+        with self.begin(self.BEGIN, seconds) as connection:
             yield partial(self.execute, connection)
 
     @contextmanager
-    def begun(self, begin: str, seconds: int, writes: bool = True) -> Iterator[Any]:
-        """A connection in a transaction that this statement begins."""
+    def begin(self, begin: str, seconds: int, writes: bool = True) -> Iterator[Any]:
+        """A connection in a transaction that the statement `begin` starts."""
         with self.session(writes) as connection:
             connection.execute(begin)
             if seconds:
@@ -117,10 +119,11 @@ class Engine(ABC):
         if outage := self.outage(error, writes):
             raise outage from error
 
-    def missing(self, layout: int | None, is_empty: bool) -> tuple[str, ...]:
-        """The steps to the current layout; None is the layout of other programs.
+    def steps_from(self, layout: int | None, is_empty: bool) -> tuple[str, ...]:
+        """The steps to the current layout, from this one or from no tables at all.
 
-        Raises Unavailable for those, and for the layout of a newer release.
+        `layout` is None for the database of another program. Raises Unavailable for
+        that, and for the layout of a newer release.
         """
         if is_empty:
             return (self.TABLES,)
@@ -174,7 +177,7 @@ class Session:
 
 
 def pop(idle: list[Any]) -> Any:
-    """Take one out of the list, as other threads do; None if there is none."""
+    """Pop a connection; None if none is left, since other threads take them as well."""
     try:
         return idle.pop()
     except IndexError:

@@ -17,35 +17,29 @@ POLL_INTERVAL = 0.0002  # seconds between two attempts to take a lock
 
 @contextmanager
 def locked(path: str | Path, deadline: float) -> Iterator[None]:
-    """Hold an flock on a file or folder, if it can be had before `deadline`.
+    """Hold an flock on a file or folder, waiting until this time of time.monotonic().
 
-    It is a time of time.monotonic(). Raises Unavailable.
+    Raises Unavailable.
     """
-    try:
-        if not os.path.exists(path):
-            create(path)
-        # Opened for each holder: threads that share an open file share its lock.
-        file = os.open(path, os.O_RDONLY)
-    except OSError as error:
-        raise Unavailable(f"{error.strerror}: {path}") from error
-    try:
+    with ExitStack() as held:
         try:
-            while not has_locked(file):
+            if not os.path.exists(path):
+                create(path)
+            # Opened for each holder: threads that share an open file share its lock.
+            file = os.open(path, os.O_RDONLY)
+            held.callback(os.close, file)
+            while not try_lock(file):
                 if time.monotonic() > deadline:
                     raise Unavailable(f"still locked: {path}")
                 time.sleep(POLL_INTERVAL)
         except OSError as error:
             raise Unavailable(f"{error.strerror}: {path}") from error
-        try:
-            yield
-        finally:
-            # To close it is not enough: a process forked meanwhile keeps the file open.
-            fcntl.flock(file, fcntl.LOCK_UN)
-    finally:
-        os.close(file)
+        # To close it is not enough: a process forked meanwhile keeps the file open.
+        held.callback(fcntl.flock, file, fcntl.LOCK_UN)
+        yield
 
 
-def has_locked(file: int) -> bool:
+def try_lock(file: int) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -80,9 +74,7 @@ def new_file(path: str) -> Iterator[str]:
     parent, folder = os.path.dirname(os.path.abspath(path)), path + PARTIAL
     file = os.path.join(folder, "backup.db")
     try:
-        os.stat(
-            parent
-        )  # raises for a missing folder, where locked() would create a file
+        os.stat(parent)  # fails if it is missing, where locked() would create a file
         with locked(parent, time.monotonic() + 1.0):
             for left in Path(parent).glob(f"*{PARTIAL}"):
                 with suppress(OSError, Unavailable), locked(left, deadline=0.0):

@@ -1,4 +1,4 @@
-"""The engine on one SQLite file, or in memory, and the queue of its writers.
+"""The engine on one SQLite file, or in memory.
 
 It knows no rule of the store. Threads and processes may share a file, and a write that
 has returned is on the disk.
@@ -13,30 +13,25 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import (
-    AbstractContextManager,
-    ExitStack,
-    closing,
-    contextmanager,
-    suppress,
-)
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
 from engines import tables
 from engines.base import Engine, OutcomeUnknown, Rows, Unavailable, Values, pop
-from engines.files import create, locked
+from engines.files import create
+from engines.waiting import SHORT_PATIENCE, Queue
 
-PATIENCE = 2.5  # seconds that a writer waits for other writers, then for SQLite's locks
-SHORT_PATIENCE = 0.1  # seconds, after a failed write, until one succeeds
 LOOK_INTERVAL = 1.0  # seconds after which a read looks again whether the file is there
 OUTAGE = re.compile(  # what an operator can mend, or a retry can get past
     "SQLITE_(BUSY|LOCKED|READONLY|IOERR|CORRUPT|FULL|CANTOPEN|PROTOCOL|NOTADB)"
 )
+FileId = tuple[int, int]  # its device and its inode
+REPLACED = "the file was removed or replaced; restart the service to use"
 # Closing a file drops every POSIX lock that the process has on it, SQLite's as well. So
-# SQLite alone opens a database that exists, and nobody opens one (this lock, by process
-# id) while another thread creates it.
+# this code never opens a database that exists, and these locks (by process id, for after a
+# fork) keep other threads from opening a new one until its creator has closed it.
 CREATING: dict[int, threading.Lock] = defaultdict(threading.Lock)
 
 TRIGGERS = (
@@ -51,20 +46,18 @@ TRIGGERS = (
         UPDATE account SET revision = hex(randomblob(8)), projects = projects - 1
         WHERE name = old.account; END""",
 )
-DROP_TRIGGERS = (
-    "DROP TRIGGER project_insert",
-    "DROP TRIGGER project_update",
-    "DROP TRIGGER project_delete",
+DROP_TRIGGERS = tuple(
+    f"DROP TRIGGER project_{event}" for event in ("insert", "update", "delete")
 )
 TABLES = f"""
-{tables.COMMON}
+{tables.COMMON_TABLES}
 {";".join(TRIGGERS)};
 PRAGMA application_id = {tables.APPLICATION_ID};
 """
 LAYOUT_2 = f"""
 ALTER TABLE account ADD COLUMN created INTEGER NOT NULL DEFAULT 0;
 {tables.COUNT_CREATED};
-{tables.KEYS}
+{tables.KEY_TABLE}
 """
 LAYOUT_3 = f"""
 ALTER TABLE account ADD COLUMN projects INTEGER NOT NULL DEFAULT 0;
@@ -130,34 +123,45 @@ class SQLite(Engine):
     STOP_TRIGGERS = DROP_TRIGGERS
     START_TRIGGERS = TRIGGERS
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, file: FileId | None = None) -> None:
         """Open the file at `path`, created if it is missing; `:memory:` is a private one.
 
-        Raises Unavailable, with the reason and the path.
+        With `file`, it must be this one, and is opened at the first use: a worker may
+        start in an outage. Raises Unavailable, with the path.
         """
         super().__init__()
         self._looked_at = 0.0  # on the clock of time.monotonic()
-        self._file: os.stat_result | None = None
+        self.file = file
         self._kept: sqlite3.Connection | None = None
+        self._is_ready = False
         is_file = path != ":memory:"
         self._path = os.path.abspath(path) if is_file else path
-        self._queue = Queue(f"{self._path}-lock" if is_file else None)
-        try:
-            if is_file:
-                # rw: SQLite must not put an empty file in the place of a lost one.
-                self._uri = f"{Path(self._path).as_uri()}?mode=rw"
-                self._create_file()
-                ENGINES.add(self)
-            else:
-                self._uri = f"file:/{secrets.token_hex(8)}?vfs=memdb"
-                # The database lasts as long as one connection to it.
-                self._kept = self.connect()
-            self._prepare()
-        except (OSError, sqlite3.Error) as error:
-            self.raise_outage(error, writes=False)
-            raise
+        target = os.path.realpath(path)  # beside which SQLite puts its own files
+        self._wal, self._is_wal_lost = f"{target}-wal", False
+        self._queue = Queue(f"{target}-lock" if is_file else None)
+        if is_file:
+            # rw: SQLite must not put an empty file in the place of a lost one.
+            self._uri = f"{Path(self._path).as_uri()}?mode=rw"
+            ENGINES.add(self)
+        else:
+            self._uri = f"file:/{secrets.token_hex(8)}?vfs=memdb"
+            # The database lasts as long as one connection to it.
+            self._kept = self._connect()
+        if not file:
+            try:
+                if is_file:
+                    self._create_file()
+                self._prepare()
+            except (OSError, sqlite3.Error) as error:
+                self.raise_outage(error, writes=False)
+                raise
 
     def connect(self) -> "Connection":
+        if not self._is_ready:
+            self._prepare()
+        return self._connect()
+
+    def _connect(self) -> "Connection":
         connection = sqlite3.connect(
             self._uri,
             uri=True,
@@ -200,12 +204,20 @@ class SQLite(Engine):
         with self._queue.turn():
             self._check_file(Unavailable)
             with session as connection:
+                if connection.wal:
+                    self._check_wal(connection, Unavailable)
                 yield connection
+                self._check_wal(connection, OutcomeUnknown)
             self._check_file(OutcomeUnknown)
 
     def check(self) -> None:
         self._check_file(Unavailable)
         super().check()
+
+    def note_error(self, error: BaseException) -> None:
+        """Let readers, too, wait briefly where one has waited in vain, until a write."""
+        if getattr(error, "sqlite_errorname", "").startswith("SQLITE_BUSY"):
+            self._queue.patience = SHORT_PATIENCE
 
     def outage(self, error: BaseException, writes: bool) -> Unavailable | None:
         if isinstance(error, OSError):
@@ -226,7 +238,7 @@ class SQLite(Engine):
         """
         while (connection := pop(self.idle[os.getpid()])) is not None:
             with suppress(OSError, sqlite3.Error):
-                if not self._has_its_name():
+                if not self._is_in_place():
                     connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             connection.close()
 
@@ -236,102 +248,88 @@ class SQLite(Engine):
             self._kept.close()
 
     def _create_file(self) -> None:
-        wal = f"{self._path}-wal"
-        if os.path.exists(wal) and not os.path.exists(self._path):
+        if os.path.exists(self._wal) and not os.path.exists(self._path):
             # SQLite would delete it, and with it what was acknowledged last.
-            raise Unavailable(f"without its database, move this away: {wal}")
+            raise Unavailable(f"without its database, move this away: {self._wal}")
         with CREATING[os.getpid()]:
             create(os.path.realpath(self._path))
-        self._file = os.stat(self._path)
 
     def _check_file(self, outage: type[Unavailable]) -> None:
         """Raise this outage if the file was removed or replaced.
 
         SQLite would go on with it, and nobody would find what was written.
         """
-        self._looked_at = time.monotonic()
+        self._looked_at = 0.0  # the next read looks again, unless all is well
         try:
-            has_its_name = self._has_its_name()
+            is_in_place = self._is_in_place()
         except OSError as error:
             raise outage(f"{error.strerror}: {self._path}") from error
-        if not has_its_name:
-            self._looked_at = 0.0
+        if not is_in_place:
             self.close()
-            reason = "the file was removed or replaced; restart the service to use"
-            raise outage(f"{reason} {self._path}")
+            raise outage(f"{REPLACED} {self._path}")
+        self._looked_at = time.monotonic()
 
-    def _has_its_name(self) -> bool:
-        if self._file is None:  # in memory, or not created yet
+    def _check_wal(self, connection: "Connection", outage: type[Unavailable]) -> None:
+        """Raise this outage if somebody has removed the -wal, which holds the commits.
+
+        It is there from a connection's first write to its end.
+        """
+        if self.file is None:  # in memory
+            return
+        try:
+            wal = os.stat(self._wal).st_ino
+        except FileNotFoundError:
+            wal = 0
+        connection.wal = connection.wal or wal
+        if wal != connection.wal or not wal:
+            self._is_wal_lost = True
+            raise outage(f"{REPLACED} {self._wal}")
+
+    def _is_in_place(self) -> bool:
+        if self.file is None:  # in memory, or not created yet
             return True
-        try:  # without os.path.samestat, which costs a third more
-            found, file = os.stat(self._path), self._file
+        try:
+            found = os.stat(self._path)
         except (FileNotFoundError, NotADirectoryError):
             return False
-        return found.st_ino == file.st_ino and found.st_dev == file.st_dev
+        return (found.st_dev, found.st_ino) == self.file and not self._is_wal_lost
 
     def _prepare(self) -> None:
         """Create the tables or bring them up to date; leave alone what is not ours.
 
         Its connection is closed, since a server may fork before the first request.
         """
-        with closing(self.connect()) as connection:
-            if self._is_ready(connection):
-                return
-            with self._queue.turn():  # in which another process may have been first
-                connection.execute("PRAGMA journal_mode = WAL")
-                steps = "".join(self._missing(connection))
-                mark = f"PRAGMA user_version = {tables.LAYOUT}"
-                connection.executescript(f"BEGIN IMMEDIATE; {steps} {mark}; COMMIT;")
+        if not self._kept and not self.file:
+            found = os.stat(self._path)
+            self.file = found.st_dev, found.st_ino
+        with closing(self._connect()) as connection:
+            # "delete" is SQLite's default, and the mode of a restored copy.
+            [(mode,)] = connection.execute("PRAGMA journal_mode").fetchall()
+            if self._steps(connection) or mode == "delete":
+                with self._queue.turn():  # in which another one may have been first
+                    connection.execute("PRAGMA journal_mode = WAL")
+                    steps = ";".join(self._steps(connection))
+                    mark = f"PRAGMA user_version = {tables.LAYOUT}"
+                    script = f"BEGIN IMMEDIATE; {steps}; {mark}; COMMIT;"
+                    connection.executescript(script)
+        self._is_ready = True
 
-    def _is_ready(self, connection: sqlite3.Connection) -> bool:
-        # "delete" is SQLite's default, and the mode of a restored copy.
-        [(mode,)] = connection.execute("PRAGMA journal_mode").fetchall()
-        return not self._missing(connection) and mode != "delete"
-
-    def _missing(self, connection: sqlite3.Connection) -> tuple[str, ...]:
+    def _steps(self, connection: sqlite3.Connection) -> tuple[str, ...]:
         [(application, layout, objects)] = connection.execute(
             """SELECT application_id, user_version, (SELECT count(*) FROM sqlite_schema)
             FROM pragma_application_id, pragma_user_version"""
         ).fetchall()
-        is_ours = application == tables.APPLICATION_ID
-        return self.missing(layout if is_ours else None, is_empty=objects == 0)
+        if application != tables.APPLICATION_ID:
+            layout = None
+        try:
+            return self.steps_from(layout, is_empty=objects == 0)
+        except Unavailable as error:
+            raise Unavailable(f"{error}: {self._path}") from None
 
 
 class Connection(sqlite3.Connection):
     patience: float  # seconds that it waits for SQLite's locks
-
-
-class Queue:
-    """The writers of a file, one at a time: first those of the process queue for a lock,
-    then its first one for an flock on the file `-lock`.
-
-    SQLite alone backs off longer the longer a writer has waited, which starves it. After
-    a failed write, all have a short patience, until one succeeds.
-    """
-
-    def __init__(self, path: str | None) -> None:
-        """`path` of the file to lock, or None if one process has the database alone."""
-        self.patience = PATIENCE
-        self._path = path
-        self._first: dict[int, threading.Lock] = defaultdict(threading.Lock)
-
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Raises Unavailable if the patience ends first."""
-        try:
-            with ExitStack() as held:
-                deadline = time.monotonic() + self.patience
-                first = self._first[os.getpid()]
-                if not first.acquire(timeout=self.patience):
-                    raise Unavailable(f"other writers take too long: {self._path}")
-                held.callback(first.release)
-                if self._path:
-                    held.enter_context(locked(self._path, deadline))
-                yield
-        except Unavailable:
-            self.patience = SHORT_PATIENCE
-            raise
-        self.patience = PATIENCE
+    wal = 0  # the inode of the -wal that holds its commits; 0: not known yet
 
 
 ENGINES: WeakSet[SQLite] = WeakSet()  # those on a file

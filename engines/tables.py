@@ -16,17 +16,17 @@ MEMBERS = {
     "location": JSON,
 }
 SETTABLE = ("name", "postal_code", "location")  # by a caller
-# Every table with its columns, and a Project before its parts.
+# The columns of each table; `project` precedes `part`, which refers to it.
 COLUMNS = {
     "account": ("name", "revision", "created", "projects"),
     "token": ("id", "account", "digest", "created_at", "expires_at"),
     "project": (*MEMBERS, "account", "seq"),
-    "part": ("id", "project", "kind"),
+    "part": ("id", "project", "kind"),  # nothing fills it yet
     "idempotency_key": ("account", "key", "digest", "project"),
 }
 APPLICATION_ID = 0x67617264  # "gard": the database is ours
 LAYOUT = 3  # of the tables
-KEYS = """
+KEY_TABLE = """
 CREATE TABLE idempotency_key (                      -- outlives its Project: it is spent
     account     TEXT    NOT NULL,
     key         TEXT    NOT NULL,
@@ -35,7 +35,7 @@ CREATE TABLE idempotency_key (                      -- outlives its Project: it 
     PRIMARY KEY (account, key)
 ) STRICT, WITHOUT ROWID;
 """
-COMMON = f"""
+COMMON_TABLES = f"""
 CREATE TABLE account (
     name        TEXT    PRIMARY KEY,
     -- Validates the account's lists. It is random, since a counter would return to
@@ -63,7 +63,7 @@ CREATE TABLE project (
     location    TEXT,                               -- JSON: a REAL shows 15 digits only
     PRIMARY KEY (account, seq)
 ) STRICT, WITHOUT ROWID;  -- kept in the order of its key, so a list is one range of it
-{KEYS}
+{KEY_TABLE}
 CREATE TABLE part (                                 -- a region, zone, parcel, controller
     id          TEXT    PRIMARY KEY,
     project     TEXT    NOT NULL REFERENCES project (id) ON DELETE CASCADE,

@@ -11,7 +11,7 @@ from itertools import chain
 import pytest
 from flask.testing import FlaskClient
 from rigs.outside import copy_service
-from rigs.running import POINT, PROJECTS, on_sqlite, run
+from rigs.running import POINT, PROJECTS, on_sqlite, run, wait_for
 
 from app import create_app
 
@@ -578,7 +578,8 @@ def test_outage_says_when_to_retry_and_ends(
     assert response.headers["Retry-After"] == "5"
     assert "Database unavailable: " in caplog.text
     assert "Traceback" not in caplog.text
-    assert client.put(project_url, json={"name": "Wood"}).json["version"] == 2
+    wait_for(lambda: client.put(project_url, json={}).status_code == 200)
+    assert client.get(project_url).json["version"] == 2
 
 
 @on_sqlite

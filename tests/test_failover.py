@@ -220,6 +220,8 @@ def test_commit_without_its_standby_is_in_doubt(open_store_on, default):
                     store.list_tokens()
                     time.sleep(0.1)
                 write.result(LIMIT)
+            with lasts(0, 1), fails(Unavailable, "others waited in vain"):
+                store.create_project("bob", {})
         etag, document, *_ = store.list_projects("ann", (), Page(0, 1))
         assert json.loads(document)["total"] == 1
         primary.configure(synchronous_standby_names="")

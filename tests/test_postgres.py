@@ -39,6 +39,7 @@ from rigs.running import (
     fill,
     gunicorn,
     run,
+    soon,
     token_on,
     wait_for,
     workers,
@@ -458,16 +459,6 @@ def test_terminated_connections_are_replaced(database, open_store_on):
     assert json.loads(store.get_project("ann", id).document)["version"] == made + 1
 
 
-def soon(method, *arguments):
-    """What it returns once a silent server is no longer left alone."""
-
-    def attempt():
-        with suppress(Unavailable):
-            return method(*arguments)
-
-    return wait_for(attempt)
-
-
 def test_stopped_server_holds_nobody_up(database, primary, open_store_on):
     reader, writer, newcomer = (open_store_on(database) for _ in range(3))
     id = reader.create_project("ann", {}).id
@@ -573,6 +564,41 @@ def test_state_of_an_error_tells_whether_it_is_an_outage(
         store.update_project("ann", id, {})
     execute(database, "DROP TRIGGER fail ON project")
     store.update_project("ann", id, {})
+
+
+LOCKS = {  # and whether bob can write, and ann can read
+    "row": ("SELECT FROM account WHERE name = 'ann' FOR UPDATE", True, True),
+    "project": ("SELECT FROM project WHERE account = 'ann' FOR UPDATE", True, True),
+    "table": ("LOCK TABLE project", False, False),
+}
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_nobody_waits_for_a_lock_in_turn(database, lock):
+    """24 clients of one process with two threads."""
+    statement, bob_writes, ann_reads = LOCKS[lock]
+    tokens = [token_on(database, account) for account in ("ann", "bob", "ann")]
+    expected = [503, 200 if bob_writes else 503, 200 if ann_reads else 503]
+
+    def ask(number):
+        with Client(port, tokens[number % 3]) as client:
+            started = time.monotonic()
+            method, body = [("PUT", {}), ("PUT", {}), ("GET", None)][number % 3]
+            status, *_ = client.ask(method, project_urls[number % 3], body)
+            return status, time.monotonic() - started
+
+    with gunicorn(environment_of(database)) as (_, port), ExitStack() as clients:
+        ann, bob = (clients.enter_context(Client(port, token)) for token in tokens[:2])
+        project_urls = [
+            f"{PROJECTS}/{client.call('POST', PROJECTS, {})[1]['id']}"
+            for client in (ann, bob, ann)
+        ]
+        with psycopg.connect(database) as other:
+            other.execute(statement)
+            found = at_once(ask, 24)
+        assert [status for status, _ in found] == expected * 8
+        assert max(seconds for _, seconds in found) < 7
+        wait_for(lambda: ann.call("PUT", project_urls[0], {})[0] == 200)
 
 
 def test_silent_host_is_passed_over(database, primary, open_store_on):

@@ -4,6 +4,7 @@ import http.client
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import sqlite3
@@ -245,7 +246,7 @@ def test_newcomer_is_told_the_next_step(tmp_path):
     with flask_run(None, folder=tmp_path) as (_, printed):
         assert printed[0].startswith("No access token yet.")
         command = printed[1].split()
-    assert command == [str(BIN / "flask"), "token", "create", "ACCOUNT"]
+    assert command[1:] == ["-m", "flask", "token", "create", "ACCOUNT"]
     assert (tmp_path / "instance/gardening.db").exists()
 
     run(*command, folder=tmp_path)
@@ -275,6 +276,31 @@ def test_second_use_in_a_process_loses_no_acknowledged_write(path, check_integri
     with closing(sqlite3.connect(path)) as connection:
         count = "SELECT count(*) FROM project"
         assert connection.execute(count).fetchall() == [(21,)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP], ids=["kill", "HUP"])
+def test_worker_that_starts_without_the_file_says_so_and_creates_none(
+    environment, token, path, number
+):
+    with gunicorn(environment) as (process, port):
+
+        def status():
+            with Client(port, token) as client, suppress(*BROKEN):
+                return client.call("GET", PROJECTS)[0]
+
+        assert status() == 200
+        [worker] = workers(process)
+        away = f"{path}-away"
+        os.rename(path, away)
+        os.kill(worker if number == signal.SIGKILL else process.pid, number)
+        wait_for(lambda: workers(process) not in ([], [worker]))
+        wait_for(lambda: status() == 503)
+        assert not os.path.exists(path)
+        shutil.copy(away, path)
+        assert status() == 503  # it is another file
+        os.rename(away, path)
+        wait_for(lambda: status() == 200)
+        assert process.poll() is None
 
 
 REPLACE = """

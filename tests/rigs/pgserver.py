@@ -246,10 +246,14 @@ def silence(server, database):
     """The server accepts connections, and says nothing."""
     postmaster = (server.folder / "data/postmaster.pid").read_text().split()[0]
     stopped = [int(postmaster), *backends(database)]
-    for pid in stopped:
-        os.kill(pid, signal.SIGSTOP)
+
+    def send(number):
+        for pid in stopped:
+            with suppress(ProcessLookupError):  # its connection was just closed
+                os.kill(pid, number)
+
+    send(signal.SIGSTOP)
     try:
         yield
     finally:
-        for pid in stopped:
-            os.kill(pid, signal.SIGCONT)
+        send(signal.SIGCONT)

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from auth import issue_token
+from engines.base import Unavailable
 from engines.sqlite import SQLite
 from rigs.conformance import check_response
 from store import Store
@@ -246,6 +247,16 @@ def wait_for(condition):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     return found
+
+
+def soon(method, *arguments):
+    """What it returns once the database is no longer left alone."""
+
+    def attempt():
+        with suppress(Unavailable):
+            return method(*arguments)
+
+    return wait_for(attempt)
 
 
 def at_once(work, count=8, errors=()):

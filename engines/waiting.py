@@ -1,0 +1,128 @@
+"""Who waits for a database, and who fails at once, so that nobody waits for all in turn.
+
+It knows no engine and no statement.
+"""
+
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from engines.base import OutcomeUnknown, Unavailable
+from engines.files import locked
+
+SHORT_PATIENCE = 0.1  # seconds, after somebody has waited in vain
+PATIENCE = 2.5  # seconds that a writer of a file waits for others
+SILENCE = 2.0  # seconds without a success, after which a failure is no single one
+WAITED = 1.0  # seconds after which a failure means that somebody has waited in vain
+PAUSE = 0.5  # seconds between two trials
+TRIAL = 5.0  # seconds after which a trial has ended
+
+
+class Queue:
+    """The writers of a file, one at a time: those of one process queue for a lock, and the
+    first of each process for an flock on the file `-lock`.
+
+    SQLite alone backs off longer the longer a writer has waited, which starves it. After
+    a failed write, all have a short patience, until one succeeds.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        """`path` of the file to lock, or None if one process has the database alone."""
+        self.patience = PATIENCE
+        self._path = path
+        self._first: dict[int, threading.Lock] = defaultdict(threading.Lock)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Raises Unavailable if the patience ends first."""
+        try:
+            with ExitStack() as held:
+                deadline = time.monotonic() + self.patience
+                first = self._first[os.getpid()]
+                if not first.acquire(timeout=self.patience):
+                    raise Unavailable("other writers take too long")
+                held.callback(first.release)
+                if self._path:
+                    held.enter_context(locked(self._path, deadline))
+                yield
+        except Unavailable:
+            self.patience = SHORT_PATIENCE
+            raise
+        self.patience = PATIENCE
+
+
+class Breaker:
+    """A circuit breaker: while callers wait in vain, one at a time tries.
+
+    Closed, it lets all pass. It opens when one has waited in vain and none has succeeded
+    meanwhile. Then one passes per PAUSE, and what that one finds closes it or opens it
+    anew; the others fail at once.
+    """
+
+    def __init__(self) -> None:
+        # Both on the clock of time.monotonic().
+        self._succeeded_at = 0.0
+        self._retry_at: float | None = None  # None: closed
+        self._lock = threading.Lock()
+
+    def check(self) -> None:
+        """Raises Unavailable for a caller that may not pass now."""
+        if self._retry_at is None:
+            return
+        with self._lock:
+            now = time.monotonic()
+            if self._retry_at is not None:
+                if now < self._retry_at:
+                    raise Unavailable("others waited in vain; trying again shortly")
+                self._retry_at = now + TRIAL
+
+    def close(self) -> None:
+        """One has succeeded."""
+        self._succeeded_at, self._retry_at = time.monotonic(), None
+
+    def open(self) -> None:
+        """One has waited in vain."""
+        now = time.monotonic()
+        is_single = now - self._succeeded_at < SILENCE
+        self._retry_at = None if is_single else now + PAUSE
+
+
+class Breakers:
+    """One for each account, since one may be locked and others not; and one for all.
+
+    That opens when two accounts have waited in vain and none has succeeded in between, or
+    when a commit has, which waits for no lock but for a standby.
+    """
+
+    def __init__(self) -> None:
+        self._of_account: dict[str, Breaker] = {}
+        self._of_all = Breaker()
+        self._in_vain: set[str] = set()
+
+    @contextmanager
+    def watch(self, account: str) -> Iterator[None]:
+        """Let the account through, and learn from it. Raises Unavailable."""
+        breaker = self._of_account.get(account)
+        if breaker:
+            breaker.check()
+        self._of_all.check()
+        started, waited_in_vain = time.monotonic(), False
+        try:
+            yield
+        except Unavailable as error:
+            waited_in_vain = time.monotonic() - started > WAITED
+            if waited_in_vain:
+                self._of_account.setdefault(account, Breaker()).open()
+                self._in_vain.add(account)
+                if len(self._in_vain) > 1 or isinstance(error, OutcomeUnknown):
+                    self._of_all.open()
+            raise
+        finally:
+            if not waited_in_vain:
+                self._of_account.pop(account, None)
+                if account:  # it tells of all tables, and not of the tokens' alone
+                    self._in_vain.clear()
+                    self._of_all.close()
