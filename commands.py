@@ -13,6 +13,7 @@ from typing import Any
 import click
 from flask import Flask
 from flask.cli import AppGroup, ScriptInfo, with_appcontext
+from werkzeug.serving import is_running_from_reloader
 
 from auth import BadName, account_name, current_store, issue_token
 from engines import backup as backups
@@ -26,7 +27,7 @@ def one_line_errors() -> Iterator[None]:
     """On the command line, say in one line what is wrong, without usage or traceback."""
     try:
         yield
-    except BrokenPipeError:  # click ends without a word then
+    except BrokenPipeError:  # click exits silently on this one
         raise
     except (
         click.UsageError,
@@ -35,10 +36,7 @@ def one_line_errors() -> Iterator[None]:
         Unavailable,
         OSError,
     ) as error:
-        context = click.get_current_context(silent=True)
-        if not context or not context.find_object(
-            ScriptInfo
-        ):  # that of another program
+        if not runs_flask():
             raise
         reason = str(error)
         if isinstance(error, OSError):
@@ -46,8 +44,14 @@ def one_line_errors() -> Iterator[None]:
         raise click.ClickException(reason) from error
 
 
+def runs_flask() -> bool:
+    """Whether this is the command line of `flask`, not that of another program."""
+    context = click.get_current_context(silent=True)
+    return bool(context and context.find_object(ScriptInfo))
+
+
 class Group(AppGroup):
-    """Reports every error, that of wrong usage as well, in one line."""
+    """Reports errors in one line, wrong usage included."""
 
     def invoke(self, ctx: click.Context) -> Any:
         with one_line_errors():
@@ -65,8 +69,8 @@ def create_token(account: str, days: int | None) -> None:
     """Print a new token for ACCOUNT; it cannot be shown again."""
     if sys.stdout is None:  # nobody would see the token
         raise click.UsageError("Standard output is closed.")
-    store = current_store()
-    is_new = not store.has_account(account_name(account))
+    store, account = current_store(), account_name(account)
+    is_new = not store.has_account(account)
     token, id = issue_token(store, account, days)
     try:
         click.echo(token)
@@ -168,12 +172,14 @@ def add_to(app: Flask) -> None:
 
 def welcome(app: Flask) -> None:
     """On `flask run`, say what to do next."""
-    command = click.get_current_context(silent=True)
-    if command and command.info_name == "run":
-        with one_line_errors():
-            has_tokens = bool(app.extensions["store"].list_tokens())
-        if not has_tokens:
-            click.echo("No access token yet. In another terminal, in this folder, run:")
-            click.echo(f"    {sys.argv[0]} token create ACCOUNT")
-        if page := app.extensions.get("docs"):
-            click.echo(f"To read about the API and try it, open {page} in a browser.")
+    if not runs_flask() or click.get_current_context().info_name != "run":
+        return
+    with one_line_errors():
+        has_tokens = bool(app.extensions["store"].list_tokens())
+    if is_running_from_reloader():  # its parent has said it
+        return
+    if not has_tokens:
+        click.echo("No access token yet. In another terminal, in this folder, run:")
+        click.echo(f"    {sys.executable} -m flask token create ACCOUNT")
+    if page := app.extensions.get("docs"):
+        click.echo(f"To read about the API and try it, open {page} in a browser.")
