@@ -121,6 +121,7 @@ def test_older_database_is_brought_up_to_date_once_by_many(older, open_store):
     assert older.execute(seq).fetchall() == [(13, 10)]
 
 
+@pytest.mark.parametrize("older", [1, 2], indirect=True)
 def test_upgrade_that_fails_changes_nothing(older, open_store):
     older.execute("ALTER TABLE account ADD COLUMN projects text")
     before = structure(older)

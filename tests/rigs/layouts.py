@@ -131,6 +131,7 @@ def lay_out(raw, layout):
     if isinstance(raw, sqlite3.Connection):
         raw.execute("PRAGMA journal_mode = WAL")
         engine, digests, execute = "SQLite", ("x'01'", "x'02'"), raw.executescript
+    assert layout <= len(LAYOUTS), "Add the step to LAYOUTS."
     for step in LAYOUTS[:layout]:
         execute(step[engine])
     if engine == "PostgreSQL":
