@@ -204,10 +204,8 @@ class SQLite(Engine):
         with self._queue.turn():
             self._check_file(Unavailable)
             with session as connection:
-                if connection.wal:
-                    self._check_wal(connection, Unavailable)
                 yield connection
-                self._check_wal(connection, OutcomeUnknown)
+                self._check_wal(connection)
             self._check_file(OutcomeUnknown)
 
     def check(self) -> None:
@@ -269,8 +267,8 @@ class SQLite(Engine):
             raise outage(f"{REPLACED} {self._path}")
         self._looked_at = time.monotonic()
 
-    def _check_wal(self, connection: "Connection", outage: type[Unavailable]) -> None:
-        """Raise this outage if somebody has removed the -wal, which holds the commits.
+    def _check_wal(self, connection: "Connection") -> None:
+        """Raises OutcomeUnknown if somebody has removed the -wal, which holds the commit.
 
         It is there from a connection's first write to its end.
         """
@@ -283,7 +281,7 @@ class SQLite(Engine):
         connection.wal = connection.wal or wal
         if wal != connection.wal or not wal:
             self._is_wal_lost = True
-            raise outage(f"{REPLACED} {self._wal}")
+            raise OutcomeUnknown(f"{REPLACED} {self._wal}")
 
     def _is_in_place(self) -> bool:
         if self.file is None:  # in memory, or not created yet
