@@ -6,11 +6,9 @@ Needs Linux and wrk. The rounds of the measures take turns, so that what else th
 does meets all of them; the ratios of one run can be compared, the figures of two cannot.
 """
 
-import http.client
 import json
 import os
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -20,14 +18,19 @@ from pathlib import Path
 
 from flask import Flask
 
-ROOT = Path(__file__).parent.parent
-BIN = Path(sys.executable).parent
-PROJECTS = "/api/v1/gardening/projects"
-MEMBERS = {
-    "name": "Buena Vista Park,SF",
-    "postal_code": "94117",
-    "location": {"type": "Point", "coordinates": [-122.4410896675, 37.768361565]},
-}
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from rigs.running import (
+    POINT,
+    PROJECTS,
+    ROOT,
+    Client,
+    environment_of,
+    gunicorn,
+    token_on,
+    workers,
+)
+
+MEMBERS = {"name": "Buena Vista Park,SF", "postal_code": "94117", "location": POINT}
 CONNECTIONS = 8
 SCRIPT = """
 wrk.method, wrk.path, wrk.body = {method}, {path}, {body}
@@ -42,70 +45,6 @@ function done(summary, latency)
     e.status + e.connect + e.read + e.write + e.timeout))
 end
 """
-
-
-def create_empty_app():
-    app = Flask(__name__)
-    app.add_url_rule("/", view_func=lambda: {"hello": "world"})
-    return app
-
-
-class Gunicorn:
-    """gunicorn as gunicorn.conf.py has it, on a port of its own."""
-
-    def __init__(self, folder, *arguments):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.environment = os.environ | {
-            "GARDENING_BIND": f"127.0.0.1:{self.port}",
-            "FLASK_DATABASE": f"{folder}/gardening.db",
-        }
-        command = [
-            BIN / "gunicorn",
-            "--log-level=warning",
-            "--access-logfile=/dev/null",
-        ]
-        self.process = subprocess.Popen(
-            [*command, *arguments], cwd=ROOT, env=self.environment
-        )
-
-    def request(self, method, path, token="", body=None):
-        connection = http.client.HTTPConnection("127.0.0.1", self.port)
-        headers = {
-            "Authorization": f"Bearer {token}",
-            "Content-Type": "application/json",
-        }
-        connection.request(method, path, json.dumps(body), headers)
-        response = connection.getresponse()
-        content = json.loads(response.read()) if response.status < 300 else None
-        connection.close()
-        return response.headers, content
-
-    def wait(self):
-        while self.process.poll() is None:
-            try:
-                return self.request("GET", "/")
-            except ConnectionRefusedError:
-                continue
-        sys.exit("gunicorn did not start")
-
-    def token(self, account):
-        command = [BIN / "flask", "token", "create", account]
-        environment = self.environment
-        output = subprocess.check_output(command, cwd=ROOT, env=environment, text=True)
-        return output.strip()
-
-    def peak_memory(self):
-        """The peak of the processes' resident memory, in MB, shared pages once for each."""
-        master = self.process.pid
-        children = Path(f"/proc/{master}/task/{master}/children").read_text().split()
-        status = [
-            Path(f"/proc/{pid}/status").read_text() for pid in [master, *children]
-        ]
-        return sum(int(s.split("VmHWM:")[1].split()[0]) for s in status) / 1000
-
-
 # One write in five requests; the others read what it changes.
 MIX = """
 local count = 0
@@ -116,13 +55,20 @@ end
 """
 
 
+def create_empty_app():
+    app = Flask(__name__)
+    app.add_url_rule("/", view_func=lambda: {"hello": "world"})
+    return app
+
+
 class Measure:
     """A request that wrk repeats; `found` gets requests/s, p50 and p99 (ms) a round."""
 
     def __init__(
-        self, title, target, path, token="", method="GET", body=None, etag=None, mix=""
+        self, title, served, path, token="", method="GET", body=None, etag=None, mix=""
     ):
-        self.title, self.target, self.found = title, target, []
+        self.title, self.found = title, []
+        self.process, self.port = served
         lua = {"method": method, "path": path, "body": body}
         lua |= {"token": token, "etag": etag}
         texts = {
@@ -135,16 +81,10 @@ class Measure:
         with tempfile.NamedTemporaryFile("w", suffix=".lua") as file:
             file.write(self.script)
             file.flush()
-            command = [
-                "wrk",
-                "-t1",
-                f"-c{CONNECTIONS}",
-                f"-d{seconds}s",
-                "-s",
-                file.name,
-            ]
-            url = f"http://127.0.0.1:{self.target.port}"
-            output = subprocess.check_output([*command, url], text=True)
+            command = ["wrk", "-t1", f"-c{CONNECTIONS}", f"-d{seconds}s"]
+            url = f"http://127.0.0.1:{self.port}"
+            command += ["-s", file.name, url]
+            output = subprocess.check_output(command, text=True)
         *figures, errors = map(float, output.split("RESULT ")[1].split())
         if errors:
             sys.exit(f"{self.title}: {errors:.0f} requests failed; no figure is valid")
@@ -153,16 +93,23 @@ class Measure:
     def medians(self):
         return [statistics.median(figures) for figures in zip(*self.found)]
 
+    def peak_memory(self):
+        """The peak of the processes' resident memory, in MB, shared pages once for each."""
+        pids = [self.process.pid, *workers(self.process)]
+        status = [Path(f"/proc/{pid}/status").read_text() for pid in pids]
+        return sum(int(s.split("VmHWM:")[1].split()[0]) for s in status) / 1000
 
-def measures(empty, service):
-    small, large = service.token("small"), service.token("large")
-    for _ in range(20):
-        project = service.request("POST", PROJECTS, small, MEMBERS)[1]
-    for _ in range(1000):
-        service.request("POST", PROJECTS, large, MEMBERS)
-    one = f"{PROJECTS}/{project['id']}"
-    tag = service.request("GET", PROJECTS, large)[0]["ETag"]
-    change = json.dumps({"name": "Buena Vista"})
+
+def measures(empty, service, database):
+    small, large = token_on(database, "small"), token_on(database, "large")
+    with Client(service[1], small) as client:
+        for _ in range(20):
+            project = client.call("POST", PROJECTS, MEMBERS)[1]
+    with Client(service[1], large) as client:
+        for _ in range(1000):
+            client.call("POST", PROJECTS, MEMBERS)
+        tag = client.ask("GET", PROJECTS)[1]["ETag"]
+    one, change = f"{PROJECTS}/{project['id']}", json.dumps({"name": "Buena Vista"})
     return [
         Measure("empty Flask view", empty, "/"),
         Measure("read", service, one, small),
@@ -177,34 +124,31 @@ def measures(empty, service):
 def main(rounds=5, seconds=2):
     if not shutil.which("wrk"):
         sys.exit("wrk is missing: install it (Debian: apt-get install wrk)")
+    options = [f"--workers={2 * os.cpu_count()}", "--access-logfile=/dev/null"]
+    empty_app = [f"--pythonpath={ROOT}/tests", "benchmark:create_empty_app()"]
     with tempfile.TemporaryDirectory() as folder:
-        empty = Gunicorn(
-            folder, f"--pythonpath={ROOT}/tests", "benchmark:create_empty_app()"
-        )
-        service = Gunicorn(folder)
-        try:
-            empty.wait()
-            service.wait()
-            every = measures(empty, service)
+        database = f"{folder}/gardening.db"
+        settings = environment_of(database)
+        with (
+            gunicorn(settings, *options, *empty_app) as empty,
+            gunicorn(settings, *options) as service,
+        ):
+            every = measures(empty, service, database)
             for _ in range(rounds):
                 for measure in every:
                     measure.take(seconds)
-            memory = {target: target.peak_memory() for target in (empty, service)}
-        finally:
-            for target in (empty, service):
-                target.process.terminate()
-                target.process.wait()
+            memory = [measure.peak_memory() for measure in every]
     print(
-        f"{date.today()}, {os.cpu_count()} cores, {CONNECTIONS} connections,", end=" "
+        f"{date.today()}, {os.cpu_count()} cores, {CONNECTIONS} connections, ", end=""
     )
     print(f"median of {rounds} rounds of {seconds} s\n")
     print("| | requests/s | to the empty view | p50 ms | p99 ms | peak MB |")
     print("| --- | ---: | ---: | ---: | ---: | ---: |")
     base = every[0].medians()[0]
-    for measure in every:
+    for measure, megabytes in zip(every, memory):
         rate, p50, p99 = measure.medians()
         print(f"| {measure.title} | {rate:,.0f} | {rate / base:.2f} |", end=" ")
-        print(f"{p50:.1f} | {p99:.1f} | {memory[measure.target]:.0f} |")
+        print(f"{p50:.1f} | {p99:.1f} | {megabytes:.0f} |")
 
 
 if __name__ == "__main__":
