@@ -31,7 +31,7 @@ FAULTS = {
     "the location of a Project is no GeoJSON Point": """
         SELECT id FROM project
         WHERE location IS NOT NULL AND CASE WHEN json_valid(location) THEN
-            location ->> '$.type' IS 'Point'
+            json_extract(location, '$.type') IS 'Point'
             AND (SELECT count(*) FROM json_each(location)) IS 2
             AND json_array_length(location, '$.coordinates') IS 2
             AND json_type(location, '$.coordinates[0]') IN ('integer', 'real')

@@ -186,6 +186,7 @@ class PostgreSQL(Engine):
             except BaseException:
                 connection.close()
                 raise
+            connection.deadline = time.monotonic() + TIMEOUT
         except psycopg.Error as error:
             # The error is the last host's; only the time tells of a silent one before it.
             if time.monotonic() - started < CONNECT_TIMEOUT:

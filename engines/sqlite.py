@@ -136,7 +136,7 @@ class SQLite(Engine):
         self._is_ready = False
         is_file = path != ":memory:"
         self._path = os.path.abspath(path) if is_file else path
-        target = os.path.realpath(path)  # beside which SQLite puts its own files
+        target = os.path.realpath(self._path)  # beside which SQLite puts its own files
         self._wal, self._is_wal_lost = f"{target}-wal", False
         self._queue = Queue(f"{target}-lock" if is_file else None)
         if is_file:

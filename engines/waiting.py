@@ -93,8 +93,9 @@ class Breaker:
 class Breakers:
     """One for each account, since one may be locked and others not; and one for all.
 
-    That opens when two accounts have waited in vain and none has succeeded in between, or
-    when a commit has, which waits for no lock but for a standby.
+    An account's opens whenever one of its callers has waited in vain. That of all opens
+    when two accounts have and none has succeeded in between, or when a commit has, which
+    waits for no lock but for a standby.
     """
 
     def __init__(self) -> None:
@@ -108,7 +109,12 @@ class Breakers:
         breaker = self._of_account.get(account)
         if breaker:
             breaker.check()
-        self._of_all.check()
+        try:
+            self._of_all.check()
+        except Unavailable:
+            if breaker:
+                breaker.open()  # what was to be its trial is none
+            raise
         started, waited_in_vain = time.monotonic(), False
         try:
             yield

@@ -49,6 +49,7 @@ from app import create_app
 from auth import digest
 from engines.base import OutcomeUnknown, Unavailable
 from engines.postgres import TIMEOUT, PostgreSQL
+from engines.waiting import PAUSE, WAITED, Breakers
 from store import NotFound, Page, Stale, Store
 
 
@@ -599,6 +600,23 @@ def test_nobody_waits_for_a_lock_in_turn(database, lock):
         assert [status for status, _ in found] == expected * 8
         assert max(seconds for _, seconds in found) < 7
         wait_for(lambda: ann.call("PUT", project_urls[0], {})[0] == 200)
+
+
+def test_account_whose_trial_others_prevent_is_tried_again_soon():
+    breakers = Breakers()
+
+    def wait_in_vain(account):
+        with pytest.raises(Unavailable), breakers.watch(account):
+            time.sleep(WAITED)
+            raise Unavailable
+
+    at_once(lambda number: wait_in_vain(f"{number}"), 2)
+    time.sleep(2 * PAUSE)
+    with breakers.watch("2"), pytest.raises(Unavailable), breakers.watch("0"):
+        pass  # the trial of all is that of 2
+    time.sleep(2 * PAUSE)
+    with breakers.watch("0"):
+        pass
 
 
 def test_silent_host_is_passed_over(database, primary, open_store_on):

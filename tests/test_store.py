@@ -1316,6 +1316,13 @@ def test_tokens_and_accounts_are_in_order_however_the_rows_lie(store, raw):
     assert [row.name for row in store.list_accounts()] == ["ann", "bob", "eve"]
 
 
+def test_path_may_lead_out_of_a_linked_folder(tmp_path):
+    (tmp_path / "far" / "folder").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "far" / "folder")
+    with closing(Store(SQLite(f"{tmp_path}/link/../gardening.db"))) as store:
+        store.create_project("ann", {})
+
+
 def test_link_that_leads_nowhere_yet_names_the_new_file(tmp_path):
     link, file = tmp_path / "link.db", tmp_path / "file.db"
     link.symlink_to(file.name)
