@@ -161,7 +161,7 @@ def restore(file: str) -> None:
     projects = sum(account.projects for account in accounts)
     tokens = sum(account.tokens for account in accounts)
     click.echo(
-        f"Restored {len(accounts)} accounts, {projects} Projects and {tokens} tokens."
+        f"Restored: accounts {len(accounts)}, Projects {projects}, tokens {tokens}."
     )
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import socket
 import string
 import sys
@@ -22,6 +23,7 @@ from gunicorn.workers.base import Worker
 
 CHECK_LIMIT = 3600  # seconds; a large database may be brought to a new layout
 UNREAD_LIMIT = 64 * 1024  # bytes; gunicorn drains less than this of an unread body
+# With auth.PREFIX, which is not imported here: it would outlive a reload.
 TOKEN = re.compile(r"gardening_[\w-]{20,}")
 
 
@@ -61,7 +63,8 @@ def write_problem(sock: socket.socket, status_int: int, reason: str, mesg: str) 
     util.write_nonblock(sock, f"{head}Connection: close\r\n\r\n{body}".encode())
 
 
-if any(word.startswith(("--che", "--pri")) for word in sys.argv):
+words = [*sys.argv, *shlex.split(os.environ.get("GUNICORN_CMD_ARGS", ""))]
+if any(word.startswith(("--che", "--pri")) for word in words):
     # --check-config or --print-config, however they are abbreviated: load the code and the
     # driver, and leave the database alone. Opening it brings its tables to the layout of
     # this release, while processes of an older one may still serve it.
@@ -73,7 +76,8 @@ util.write_error = write_problem  # there is no setting for it
 wsgi_app = "app:create_app()"
 bind = os.environ.get("GARDENING_BIND", "127.0.0.1:8000")
 worker_class = "gthread"
-# Kept-alive connections may all land in one process, so two per core, which cost little.
+# Two processes per core cost little, and make it less likely that one process has all of the
+# kept-alive connections.
 workers = int(os.environ.get("WEB_CONCURRENCY", 2 * (os.cpu_count() or 1)))
 # Two, so that a write waiting for the disk does not hold up its process. With more, they
 # contend for the interpreter, and a mix of reads and writes gets slower.
@@ -98,7 +102,7 @@ def on_starting(server: Arbiter) -> None:
     if check.exitcode != 0:
         check.kill()
         sys.exit(1)
-    # A worker that starts later may do so in an outage, and takes no other file.
+    # A worker may start later, in an outage; it must open this file and no other.
     os.environ["FLASK_DATABASE_FILE"] = json.dumps(found.recv())
 
 
@@ -108,9 +112,9 @@ def check_database(server: Arbiter, answer: Any) -> None:
 
     os.environ.pop("FLASK_DATABASE_FILE", None)  # of the master before this one
     try:
-        app: Any = server.app.wsgi()
-        file = None
-        if store := app.extensions.get("store"):  # or it is another application
+        app, file = server.app.wsgi(), None
+        # Another application may be served with these settings, such as an empty one.
+        if store := getattr(app, "extensions", {}).get("store"):
             with closing(store):
                 store.check()
             file = getattr(store.engine, "file", None)

@@ -63,9 +63,8 @@ class Account(NamedTuple):
     name: str
     projects: int
     tokens: int
-    changed_at: (
-        int | None
-    )  # its Projects' last change, epoch milliseconds; None: no Project
+    # The last change of any of its Projects, in epoch milliseconds; None without Projects.
+    changed_at: int | None
 
 
 class Token(NamedTuple):
@@ -86,7 +85,7 @@ class Store:
     """The rules, for any engine.
 
     Any method may raise engines.base.Unavailable, and one that writes OutcomeUnknown. Each
-    change checks and writes in one statement, so no other change comes between.
+    change checks and writes in one statement or transaction, so no other comes between.
     """
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.time) -> None:
@@ -171,7 +170,8 @@ class Store:
         """All Projects, oldest first, or one page of them.
 
         `known` are the ETags of lists that the caller has. Any change gives the account's
-        lists new ETags, which no later list has, but that of an account deleted since.
+        lists new ETags, and old ones never return. Only those of an account that never
+        had a Project are also those of one that was deleted.
         """
         values: Values = {"account": account, "known": as_list(known)}
         if page is None:

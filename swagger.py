@@ -26,7 +26,7 @@ def add_to(app: Flask, title: str) -> None:
     page.before_request(ignore_dates)
     page.after_request(adapt)
     app.register_blueprint(page, url_prefix="/docs")
-    # Relative to either path, so that it is right below a proxy's prefix as well.
+    # Relative to either path, so that it also works behind a proxy that adds a prefix.
     app.add_url_rule("/", "index", lambda: redirect("docs/"))
     app.add_url_rule("/docs", "index")
 

@@ -21,10 +21,12 @@ if TYPE_CHECKING:  # psycopg may not be installed
 # The layouts that added these; all else has been there since layout 1.
 ADDED = {"idempotency_key": 2, "account.created": 2, "account.projects": 3}
 END = 253_402_300_799_999  # of the year 9999, in epoch milliseconds
-MAX = (
-    2**52
-)  # of what is counted: JSON readers keep as many as this, and one more, exactly
-LONGEST = 1300  # bytes of a key: an index of PostgreSQL takes 2,704, and some have two
+# Of what is counted: low enough to go on counting below 2**53, from where on JSON readers
+# lose exactness.
+MAX = 2**52
+LONGEST = (
+    1300  # bytes of a text: an index of PostgreSQL takes 2,704, and one has two texts
+)
 CONTROL = "'*[\x01-\x1f\x7f-\x9f]*'"
 # What breaks a rule that the tables themselves do not enforce.
 FAULTS = {
@@ -55,7 +57,7 @@ FAULTS = {
         WHERE seq NOT BETWEEN 1 AND {MAX} OR version NOT BETWEEN 1 AND {MAX}
         UNION SELECT id FROM token WHERE id < 1
         UNION SELECT name FROM sqlite_sequence WHERE seq NOT BETWEEN 0 AND {MAX}""",
-    "an account does not count its Projects": """
+    "an account has the wrong count of its Projects": """
         SELECT known.name
         FROM (SELECT name FROM account UNION SELECT account FROM project) AS known
         LEFT JOIN account ON account.name = known.name
@@ -171,8 +173,8 @@ def fetch(engine: "PostgreSQL", copy: sqlite3.Connection) -> None:
 
 
 def vacuum_into(path: str, source: sqlite3.Connection) -> None:
-    # Python handles signals between its own instructions. Without these, SIGTERM would
-    # wait for the whole copy.
+    # Python handles signals only between its own instructions. Without a handler in
+    # Python, SIGTERM would wait for the whole copy.
     source.set_progress_handler(lambda: None, 100_000)
     source.execute("VACUUM INTO ?", [uri(path)])
 
@@ -223,8 +225,9 @@ def attach(target: sqlite3.Connection, path: str) -> int:
             raise BadBackup("a newer release made this backup")
         [(found,)] = target.execute("PRAGMA backup.integrity_check(1)").fetchall()
     except sqlite3.Error as error:
-        is_closed = "unable to open" in str(error)  # and it quotes the URI
-        reason = "the file cannot be opened" if is_closed else str(error)
+        reason = str(error)
+        if "unable to open" in reason:  # where SQLite's text quotes the URI
+            reason = "the file cannot be opened"
         raise BadBackup(reason) from error
     if found != "ok":
         raise BadBackup(f"the backup is damaged, {found}")
@@ -254,8 +257,8 @@ def check_table(target: sqlite3.Connection, table: str, layout: int) -> list[str
 def load_last_token(target: sqlite3.Connection) -> None:
     if columns_in(target, "sqlite_sequence") != {"name", "seq"}:
         raise BadBackup("the last ID of a token is missing")
-    sql = "SELECT seq, typeof(seq) FROM backup.sqlite_sequence WHERE name = 'token'"
-    for last, kind in target.execute(sql).fetchall():
+    query = "SELECT seq, typeof(seq) FROM backup.sqlite_sequence WHERE name = 'token'"
+    for last, kind in target.execute(query).fetchall():
         if kind != "integer":
             raise BadBackup("the last ID of a token is no integer")
         for sql in SQLite.SET_LAST_TOKEN:

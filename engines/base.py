@@ -15,11 +15,14 @@ from engines.tables import LAYOUT
 
 Values = dict[str, Any]  # the parameters of a statement, by name
 Rows = list[Any]
-LONG = 3600  # seconds that a command may take, where a request may not
+LONG = 3600  # seconds that a command may take; a request gets far fewer
 
 
 class Unavailable(Exception):
-    """The database is locked, full or out of reach; nothing was changed."""
+    """The database is locked, full or out of reach.
+
+    Nothing was changed, unless it is an OutcomeUnknown.
+    """
 
 
 class OutcomeUnknown(Unavailable):
@@ -71,14 +74,15 @@ class Engine(ABC):
         """
 
     def note_error(self, error: BaseException) -> None:
-        """Take note of what the error says about the server, if there is one."""
+        """Learn from an error how the database is doing. By default, nothing."""
 
     def allow(self, connection: Any, seconds: int) -> None:
         """Let the transaction take these seconds; for an engine that has a limit."""
 
     def read(self, sql: str, values: Values) -> Rows:
         """All rows of a statement. Raises Unavailable."""
-        with Session(self) as connection:  # directly: no engine makes a read wait
+        # Not self.session(), in which SQLite makes writers take turns.
+        with Session(self) as connection:
             return self.execute(connection, sql, values)
 
     def write(self, sql: str, values: Values) -> Rows:

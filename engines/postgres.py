@@ -257,7 +257,7 @@ class PostgreSQL(Engine):
         return None
 
     def note_error(self, error: BaseException) -> None:
-        if isinstance(error, (Silence, psycopg.errors.ConnectionTimeout)):
+        if isinstance(error, Silence):
             self._breaker.open()
         elif isinstance(error, psycopg.Error):
             self._breaker.close()

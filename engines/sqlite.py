@@ -28,7 +28,7 @@ OUTAGE = re.compile(  # what an operator can mend, or a retry can get past
     "SQLITE_(BUSY|LOCKED|READONLY|IOERR|CORRUPT|FULL|CANTOPEN|PROTOCOL|NOTADB)"
 )
 FileId = tuple[int, int]  # its device and its inode
-REPLACED = "the file was removed or replaced; restart the service to use"
+REPLACED = "{} was removed or replaced; restart the service to use {}"
 # Closing a file drops every POSIX lock that the process has on it, SQLite's as well. So
 # this code never opens a database that exists, and these locks (by process id, for after a
 # fork) keep other threads from opening a new one until its creator has closed it.
@@ -162,15 +162,16 @@ class SQLite(Engine):
         return self._connect()
 
     def _connect(self) -> "Connection":
+        patience = self._queue.patience  # which another thread may change
         connection = sqlite3.connect(
             self._uri,
             uri=True,
-            timeout=self._queue.patience,
+            timeout=patience,
             isolation_level=None,  # each statement is a transaction
             check_same_thread=False,  # any thread takes a connection that is idle
             factory=Connection,
         )
-        connection.patience = self._queue.patience
+        connection.patience = patience
         try:
             # Before SQLite reads it: it would apply the -wal of the old file to a new one.
             self._check_file(Unavailable)
@@ -213,7 +214,7 @@ class SQLite(Engine):
         super().check()
 
     def note_error(self, error: BaseException) -> None:
-        """Let readers, too, wait briefly where one has waited in vain, until a write."""
+        """After one has waited in vain, let readers, too, wait briefly until a write."""
         if getattr(error, "sqlite_errorname", "").startswith("SQLITE_BUSY"):
             self._queue.patience = SHORT_PATIENCE
 
@@ -264,7 +265,7 @@ class SQLite(Engine):
             raise outage(f"{error.strerror}: {self._path}") from error
         if not is_in_place:
             self.close()
-            raise outage(f"{REPLACED} {self._path}")
+            raise outage(REPLACED.format("the file", self._path))
         self._looked_at = time.monotonic()
 
     def _check_wal(self, connection: "Connection") -> None:
@@ -281,7 +282,7 @@ class SQLite(Engine):
         connection.wal = connection.wal or wal
         if wal != connection.wal or not wal:
             self._is_wal_lost = True
-            raise OutcomeUnknown(f"{REPLACED} {self._wal}")
+            raise OutcomeUnknown(REPLACED.format(self._wal, self._path))
 
     def _is_in_place(self) -> bool:
         if self.file is None:  # in memory, or not created yet

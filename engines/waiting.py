@@ -1,4 +1,6 @@
-"""Who waits for a database, and who fails at once, so that nobody waits for all in turn.
+"""Who waits for a database, and who fails at once.
+
+Callers do not wait one after another for nothing.
 
 It knows no engine and no statement.
 """
@@ -15,7 +17,7 @@ from engines.files import locked
 
 SHORT_PATIENCE = 0.1  # seconds, after somebody has waited in vain
 PATIENCE = 2.5  # seconds that a writer of a file waits for others
-SILENCE = 2.0  # seconds without a success, after which a failure is no single one
+SILENCE = 2.0  # seconds without a success, after which a failure is no isolated one
 WAITED = 1.0  # seconds after which a failure means that somebody has waited in vain
 PAUSE = 0.5  # seconds between two trials
 TRIAL = 5.0  # seconds after which a trial has ended
@@ -25,8 +27,8 @@ class Queue:
     """The writers of a file, one at a time: those of one process queue for a lock, and the
     first of each process for an flock on the file `-lock`.
 
-    SQLite alone backs off longer the longer a writer has waited, which starves it. After
-    a failed write, all have a short patience, until one succeeds.
+    By itself, SQLite polls less often the longer a writer has waited, which starves it.
+    After a failed write, all have a short patience, until one succeeds.
     """
 
     def __init__(self, path: str | None) -> None:
@@ -57,8 +59,8 @@ class Queue:
 class Breaker:
     """A circuit breaker: while callers wait in vain, one at a time tries.
 
-    Closed, it lets all pass. It opens when one has waited in vain and none has succeeded
-    meanwhile. Then one passes per PAUSE, and what that one finds closes it or opens it
+    Closed, it lets all pass. It opens when one has waited in vain, unless it knows of a
+    success within SILENCE. Then one passes per PAUSE, and what that one finds closes it or opens it
     anew; the others fail at once.
     """
 
@@ -80,7 +82,7 @@ class Breaker:
                 self._retry_at = now + TRIAL
 
     def close(self) -> None:
-        """One has succeeded."""
+        """One has succeeded, or failed without waiting."""
         self._succeeded_at, self._retry_at = time.monotonic(), None
 
     def open(self) -> None:
@@ -95,7 +97,7 @@ class Breakers:
 
     An account's opens whenever one of its callers has waited in vain. That of all opens
     when two accounts have and none has succeeded in between, or when a commit has, which
-    waits for no lock but for a standby.
+    waits for a standby, not for a lock.
     """
 
     def __init__(self) -> None:
@@ -113,7 +115,7 @@ class Breakers:
             self._of_all.check()
         except Unavailable:
             if breaker:
-                breaker.open()  # what was to be its trial is none
+                breaker.open()  # nobody made the trial that check() has granted
             raise
         started, waited_in_vain = time.monotonic(), False
         try:
@@ -129,6 +131,6 @@ class Breakers:
         finally:
             if not waited_in_vain:
                 self._of_account.pop(account, None)
-                if account:  # it tells of all tables, and not of the tokens' alone
+                if account:  # a look at the tokens proves nothing about Projects
                     self._in_vain.clear()
                     self._of_all.close()

@@ -140,7 +140,7 @@ def everything(store):
 
 def test_all_is_the_same_and_goes_on(source, database, file, target, open_target):
     assert flask(database, "backup", file) == ""
-    told = "Restored 2 accounts, 19 Projects and 2 tokens.\n"
+    told = "Restored: accounts 2, Projects 19, tokens 2.\n"
     assert flask(target, "restore", file) == told
     restored = open_target()
     assert everything(restored) == everything(source)
@@ -466,19 +466,19 @@ FAULTS = {
     ),
     "count": (
         "UPDATE account SET projects = 0 WHERE name = 'ann'",
-        r"an account does not count its Projects \('ann'\)",
+        r"an account has the wrong count of its Projects \('ann'\)",
     ),
     "counter": (
         "UPDATE account SET created = 0 WHERE name = 'ann'",
-        r"an account does not count its Projects \('ann'\)",
+        r"an account has the wrong count of its Projects \('ann'\)",
     ),
     "no account": (
         "DELETE FROM account WHERE name = 'ann'",
-        r"an account does not count its Projects \('ann'\)",
+        r"an account has the wrong count of its Projects \('ann'\)",
     ),
     "account without Projects": (
         "INSERT INTO account VALUES ('ghost', 'r', 7, 7)",
-        r"an account does not count its Projects \('ghost'\)",
+        r"an account has the wrong count of its Projects \('ghost'\)",
     ),
     "far future": (
         "UPDATE token SET expires_at = 9e18",
@@ -595,7 +595,7 @@ def test_restored_numbers_are_those_of_the_lists(store, database, file, tmp_path
     store.delete_project("bob", store.create_project("bob", {}).id)
     backup(store, file)
     told = flask(str(tmp_path / "new.db"), "restore", file)
-    assert told == "Restored 2 accounts, 0 Projects and 1 tokens.\n"
+    assert told == "Restored: accounts 2, Projects 0, tokens 1.\n"
 
 
 @pytest.mark.parametrize("layout", range(1, LAYOUT), ids="layout-{}".format)
@@ -685,7 +685,7 @@ def test_file_may_have_any_name(source, database, tmp_path, monkeypatch, name):
     """Also one that is relative to the present folder."""
     monkeypatch.chdir(tmp_path)
     assert flask(database, "backup", name) == ""
-    told = "Restored 2 accounts, 19 Projects and 2 tokens.\n"
+    told = "Restored: accounts 2, Projects 19, tokens 2.\n"
     assert flask(str(tmp_path / "target.db"), "restore", name) == told
 
 
