@@ -27,7 +27,7 @@ LOOK_INTERVAL = 1.0  # seconds after which a read looks again whether the file i
 OUTAGE = re.compile(  # what an operator can mend, or a retry can get past
     "SQLITE_(BUSY|LOCKED|READONLY|IOERR|CORRUPT|FULL|CANTOPEN|PROTOCOL|NOTADB)"
 )
-FileId = tuple[int, int]  # its device and its inode
+FileId = tuple[int, int]  # of a file: its device and its inode
 REPLACED = "{} was removed or replaced; restart the service to use {}"
 # Closing a file drops every POSIX lock that the process has on it, SQLite's as well. So
 # this code never opens a database that exists, and these locks (by process id, for after a
@@ -202,6 +202,8 @@ class SQLite(Engine):
 
     @contextmanager
     def _in_turn(self, session: AbstractContextManager[Any]) -> Iterator[Any]:
+        if not self._is_ready:
+            self.check()  # which prepares the file, in a turn of its own
         with self._queue.turn():
             self._check_file(Unavailable)
             with session as connection:
@@ -279,8 +281,11 @@ class SQLite(Engine):
             wal = os.stat(self._wal).st_ino
         except FileNotFoundError:
             wal = 0
-        connection.wal = connection.wal or wal
-        if wal != connection.wal or not wal:
+        if wal and connection.wal in (0, wal):
+            connection.wal = wal
+        elif not connection.wal and journal_mode(connection) != "wal":
+            self._is_ready = False  # another program has changed it: set it again
+        else:
             self._is_wal_lost = True
             raise OutcomeUnknown(REPLACED.format(self._wal, self._path))
 
@@ -303,14 +308,14 @@ class SQLite(Engine):
             self.file = found.st_dev, found.st_ino
         with closing(self._connect()) as connection:
             # "delete" is SQLite's default, and the mode of a restored copy.
-            [(mode,)] = connection.execute("PRAGMA journal_mode").fetchall()
-            if self._steps(connection) or mode == "delete":
+            if self._steps(connection) or journal_mode(connection) == "delete":
                 with self._queue.turn():  # in which another one may have been first
                     connection.execute("PRAGMA journal_mode = WAL")
                     steps = ";".join(self._steps(connection))
                     mark = f"PRAGMA user_version = {tables.LAYOUT}"
-                    script = f"BEGIN IMMEDIATE; {steps}; {mark}; COMMIT;"
-                    connection.executescript(script)
+                    connection.executescript(
+                        f"BEGIN IMMEDIATE; {steps}; {mark}; COMMIT"
+                    )
         self._is_ready = True
 
     def _steps(self, connection: sqlite3.Connection) -> tuple[str, ...]:
@@ -324,6 +329,11 @@ class SQLite(Engine):
             return self.steps_from(layout, is_empty=objects == 0)
         except Unavailable as error:
             raise Unavailable(f"{error}: {self._path}") from None
+
+
+def journal_mode(connection: sqlite3.Connection) -> str:
+    [(mode,)] = connection.execute("PRAGMA journal_mode").fetchall()
+    return str(mode)
 
 
 class Connection(sqlite3.Connection):

@@ -107,12 +107,16 @@ class Breakers:
 
     @contextmanager
     def watch(self, account: str) -> Iterator[None]:
-        """Let the account through, and learn from it. Raises Unavailable."""
+        """Let the account through, and learn from it. Raises Unavailable.
+
+        Without a name, it stands for the table of tokens, of which accounts know nothing.
+        """
         breaker = self._of_account.get(account)
         if breaker:
             breaker.check()
         try:
-            self._of_all.check()
+            if account:
+                self._of_all.check()
         except Unavailable:
             if breaker:
                 breaker.open()  # nobody made the trial that check() has granted
@@ -131,6 +135,6 @@ class Breakers:
         finally:
             if not waited_in_vain:
                 self._of_account.pop(account, None)
-                if account:  # a look at the tokens proves nothing about Projects
+                if account:
                     self._in_vain.clear()
                     self._of_all.close()

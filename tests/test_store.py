@@ -1173,6 +1173,21 @@ def test_wal_without_its_database_is_not_thrown_away(path, name):
 
 
 @on_sqlite
+def test_journal_that_another_program_has_changed_is_no_removed_wal(
+    store, park, raw, path
+):
+    store.close()
+    for number in range(3):
+        raw.execute("PRAGMA journal_mode = DELETE")
+        store.create_project("ann", {})
+        assert len(listed(store)) == 2 + number
+        store.close()
+    store.create_project("ann", {})
+    with closing(sqlite3.connect(path)) as other:
+        assert other.execute("PRAGMA journal_mode").fetchall() == [("wal",)]
+
+
+@on_sqlite
 def test_removed_wal_stops_writes_and_what_it_held_is_saved(
     store, open_store, park, path
 ):
