@@ -311,11 +311,9 @@ class SQLite(Engine):
             if self._steps(connection) or journal_mode(connection) == "delete":
                 with self._queue.turn():  # in which another one may have been first
                     connection.execute("PRAGMA journal_mode = WAL")
-                    steps = ";".join(self._steps(connection))
                     mark = f"PRAGMA user_version = {tables.LAYOUT}"
-                    connection.executescript(
-                        f"BEGIN IMMEDIATE; {steps}; {mark}; COMMIT"
-                    )
+                    script = ["BEGIN IMMEDIATE", *self._steps(connection), mark]
+                    connection.executescript(f"{';'.join(script)}; COMMIT")
         self._is_ready = True
 
     def _steps(self, connection: sqlite3.Connection) -> tuple[str, ...]:
