@@ -17,9 +17,9 @@ from engines.files import locked
 
 SHORT_PATIENCE = 0.1  # seconds, after somebody has waited in vain
 PATIENCE = 2.5  # seconds that a writer of a file waits for others
-SILENCE = 2.0  # seconds without a success, after which a failure is no isolated one
+SILENCE = 2.0  # seconds that whoever has waited for a server has waited at least
 WAITED = 1.0  # seconds after which a failure means that somebody has waited in vain
-PAUSE = 0.5  # seconds between two trials
+PAUSE = 0.5  # seconds before a trial
 TRIAL = 5.0  # seconds after which a trial has ended
 
 
@@ -60,11 +60,13 @@ class Breaker:
     """A circuit breaker: while callers wait in vain, one at a time tries.
 
     Closed, it lets all pass. It opens when one has waited in vain, unless it knows of a
-    success within SILENCE. Then one passes per PAUSE, and what that one finds closes it or opens it
-    anew; the others fail at once.
+    success meanwhile. Then, after a pause, one passes, and what that one finds closes it or
+    opens it anew; the others fail at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pause: float = PAUSE) -> None:
+        """`pause` in seconds."""
+        self._pause = pause
         # Both on the clock of time.monotonic().
         self._succeeded_at = 0.0
         self._retry_at: float | None = None  # None: closed
@@ -85,11 +87,11 @@ class Breaker:
         """One has succeeded, or failed without waiting."""
         self._succeeded_at, self._retry_at = time.monotonic(), None
 
-    def open(self) -> None:
-        """One has waited in vain."""
+    def open(self, waited: float = SILENCE) -> None:
+        """One has waited in vain, for so many seconds."""
         now = time.monotonic()
-        is_single = now - self._succeeded_at < SILENCE
-        self._retry_at = None if is_single else now + PAUSE
+        is_single = now - self._succeeded_at < waited
+        self._retry_at = None if is_single else now + self._pause
 
 
 class Breakers:
@@ -102,7 +104,8 @@ class Breakers:
 
     def __init__(self) -> None:
         self._of_account: dict[str, Breaker] = {}
-        self._of_all = Breaker()
+        # Without a pause: an account that is not locked is to find that out at once.
+        self._of_all = Breaker(pause=0)
         self._in_vain: set[str] = set()
 
     @contextmanager
@@ -125,12 +128,13 @@ class Breakers:
         try:
             yield
         except Unavailable as error:
-            waited_in_vain = time.monotonic() - started > WAITED
+            waited = time.monotonic() - started
+            waited_in_vain = waited > WAITED
             if waited_in_vain:
                 self._of_account.setdefault(account, Breaker()).open()
                 self._in_vain.add(account)
                 if len(self._in_vain) > 1 or isinstance(error, OutcomeUnknown):
-                    self._of_all.open()
+                    self._of_all.open(waited)
             raise
         finally:
             if not waited_in_vain:

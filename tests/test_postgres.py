@@ -606,6 +606,35 @@ def test_nobody_waits_for_a_lock_in_turn(database, lock):
             wait_for(lambda client=client: client.call("GET", PROJECTS)[0] == 200)
 
 
+def test_locks_on_two_accounts_leave_a_third_one_alone(database):
+    """Of one process with two threads, which the two keep busy."""
+    tokens = [token_on(database, account) for account in ("ann", "bob", "eve")]
+    found, ended = [set(), set(), []], threading.Event()
+
+    def update(number):
+        with Client(port, tokens[number]) as client:
+            url = f"{PROJECTS}/{client.call('POST', PROJECTS, {})[1]['id']}"
+            ready.wait(LIMIT)
+            locked.wait(LIMIT)
+            while number < 2 and not ended.is_set():
+                found[number].add(client.ask("PUT", url, {})[0])
+            for _ in range(20 * (number == 2)):
+                found[2].append(client.ask("PUT", url, {})[0])
+                time.sleep(0.2)
+            ended.set()
+
+    ready, locked = threading.Barrier(4), threading.Event()
+    with gunicorn(environment_of(database)) as (_, port), ThreadPoolExecutor(3) as pool:
+        works = [pool.submit(update, number) for number in range(3)]
+        ready.wait(LIMIT)
+        with psycopg.connect(database) as other:
+            other.execute("SELECT FROM account WHERE name <> 'eve' FOR UPDATE")
+            locked.set()
+            for work in works:
+                work.result(LIMIT)
+    assert found == [{503}, {503}, [200] * 20]
+
+
 def test_account_whose_trial_others_prevent_is_tried_again_soon():
     breakers = Breakers()
 
