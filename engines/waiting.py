@@ -19,7 +19,7 @@ SHORT_PATIENCE = 0.1  # seconds, after somebody has waited in vain
 PATIENCE = 2.5  # seconds that a writer of a file waits for others
 SILENCE = 2.0  # seconds that whoever has waited for a server has waited at least
 WAITED = 1.0  # seconds after which a failure means that somebody has waited in vain
-PAUSE = 0.5  # seconds before a trial
+PAUSE = 0.5  # seconds before the next trial
 TRIAL = 5.0  # seconds after which a trial has ended
 
 
@@ -64,9 +64,7 @@ class Breaker:
     opens it anew; the others fail at once.
     """
 
-    def __init__(self, pause: float = PAUSE) -> None:
-        """`pause` in seconds."""
-        self._pause = pause
+    def __init__(self) -> None:
         # Both on the clock of time.monotonic().
         self._succeeded_at = 0.0
         self._retry_at: float | None = None  # None: closed
@@ -87,11 +85,11 @@ class Breaker:
         """One has succeeded, or failed without waiting."""
         self._succeeded_at, self._retry_at = time.monotonic(), None
 
-    def open(self, waited: float = SILENCE) -> None:
-        """One has waited in vain, for so many seconds."""
+    def open(self, waited: float = SILENCE, pause: float = PAUSE) -> None:
+        """One has waited in vain, for so many seconds; the next trial is after a pause."""
         now = time.monotonic()
         is_single = now - self._succeeded_at < waited
-        self._retry_at = None if is_single else now + self._pause
+        self._retry_at = None if is_single else now + pause
 
 
 class Breakers:
@@ -104,8 +102,7 @@ class Breakers:
 
     def __init__(self) -> None:
         self._of_account: dict[str, Breaker] = {}
-        # Without a pause: an account that is not locked is to find that out at once.
-        self._of_all = Breaker(pause=0)
+        self._of_all = Breaker()
         self._in_vain: set[str] = set()
 
     @contextmanager
@@ -133,8 +130,11 @@ class Breakers:
             if waited_in_vain:
                 self._of_account.setdefault(account, Breaker()).open()
                 self._in_vain.add(account)
-                if len(self._in_vain) > 1 or isinstance(error, OutcomeUnknown):
+                if isinstance(error, OutcomeUnknown):
                     self._of_all.open(waited)
+                elif len(self._in_vain) > 1:
+                    # An account that is not locked may find that out at once.
+                    self._of_all.open(waited, pause=0)
             raise
         finally:
             if not waited_in_vain:
