@@ -37,7 +37,8 @@ api = Blueprint("api", __name__)
 def create_app(config: Mapping[str, Any] | None = None) -> Flask:
     """Build the service; `config` overrides FLASK_* variables, which override the defaults.
 
-    Raises engines.base.Unavailable for an unusable database.
+    Raises engines.base.Unavailable for a bad setting or an unusable file (`flask` says so
+    in one line); a server is contacted at the first use.
     """
     app = Flask(__name__, static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = MAX_CONTENT_LENGTH

@@ -1,6 +1,6 @@
 """Projects and access tokens: what the service guarantees about them, and the rules.
 
-It imports no Flask, validates no Project, and names no engine. An engine runs the
+It imports no Flask, validates no Project, and depends on no engine. An engine runs the
 statements, and renders a Project as the JSON that goes over the wire. Threads and processes
 may share a database. Unless it is in memory, what a method has written is on the disk when
 it returns.
@@ -170,8 +170,8 @@ class Store:
         """All Projects, oldest first, or one page of them.
 
         `known` are the ETags of lists that the caller has. Any change gives the account's
-        lists new ETags, and old ones never return. Only those of an account that never
-        had a Project are also those of one that was deleted.
+        lists new ETags, and old ones never return. The exception: before its first
+        Project and after its deletion, an account has the same ETags.
         """
         values: Values = {"account": account, "known": as_list(known)}
         if page is None:

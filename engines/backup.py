@@ -47,7 +47,8 @@ FAULTS = {
             UNION SELECT account FROM project UNION SELECT id FROM project
             UNION SELECT id FROM part UNION SELECT kind FROM part
             UNION SELECT account FROM idempotency_key
-            UNION SELECT key FROM idempotency_key)
+            UNION SELECT key FROM idempotency_key
+            UNION SELECT project FROM idempotency_key)
         SELECT text FROM text
         WHERE length(CAST(text AS BLOB)) > {LONGEST}
             OR text GLOB {CONTROL} OR instr(text, char(0))""",

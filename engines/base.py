@@ -1,6 +1,6 @@
 """What an engine is: the statements of one kind of database, and its connections.
 
-It knows no rule of the store, and no database by name.
+It knows no rule of the store, and depends on no database.
 """
 
 import os
@@ -81,7 +81,7 @@ class Engine(ABC):
 
     def read(self, sql: str, values: Values) -> Rows:
         """All rows of a statement. Raises Unavailable."""
-        # Not self.session(), in which SQLite makes writers take turns.
+        # Not self.session(), which does more only for writers: a read saves the call.
         with Session(self) as connection:
             return self.execute(connection, sql, values)
 

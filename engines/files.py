@@ -11,7 +11,9 @@ from pathlib import Path
 
 from engines.base import Unavailable
 
-PARTIAL = ".gardening-partial"  # a folder in which a backup is written
+PARTIAL = (
+    ".gardening-partial"  # the end of the name of a folder in which a backup is written
+)
 POLL_INTERVAL = 0.0002  # seconds between two attempts to take a lock
 
 

@@ -203,7 +203,8 @@ class SQLite(Engine):
     @contextmanager
     def _in_turn(self, session: AbstractContextManager[Any]) -> Iterator[Any]:
         if not self._is_ready:
-            self.check()  # which prepares the file, in a turn of its own
+            self.close()  # else nobody would connect, and so prepare the file
+            self.check()  # which does, in a turn of its own
         with self._queue.turn():
             self._check_file(Unavailable)
             with session as connection:
@@ -216,7 +217,7 @@ class SQLite(Engine):
         super().check()
 
     def note_error(self, error: BaseException) -> None:
-        """After one has waited in vain, let readers, too, wait briefly until a write."""
+        """After one has waited in vain, let all wait only briefly until a write succeeds."""
         if getattr(error, "sqlite_errorname", "").startswith("SQLITE_BUSY"):
             self._queue.patience = SHORT_PATIENCE
 

@@ -2,7 +2,7 @@
 
 Callers do not wait one after another for nothing.
 
-It knows no engine and no statement.
+It depends on no engine and runs no statement.
 """
 
 import os
@@ -17,10 +17,10 @@ from engines.files import locked
 
 SHORT_PATIENCE = 0.1  # seconds, after somebody has waited in vain
 PATIENCE = 2.5  # seconds that a writer of a file waits for others
-SILENCE = 2.0  # seconds that whoever has waited for a server has waited at least
+SILENCE = 2.0  # seconds: the shortest wait in vain for a server
 WAITED = 1.0  # seconds after which a failure means that somebody has waited in vain
 PAUSE = 0.5  # seconds before the next trial
-TRIAL = 5.0  # seconds after which a trial has ended
+TRIAL = 5.0  # seconds after which another may try, though a trial may not have ended
 
 
 class Queue:
@@ -88,8 +88,8 @@ class Breaker:
     def open(self, waited: float = SILENCE, pause: float = PAUSE) -> None:
         """One has waited in vain, for so many seconds; the next trial is after a pause."""
         now = time.monotonic()
-        is_single = now - self._succeeded_at < waited
-        self._retry_at = None if is_single else now + pause
+        another_succeeded = now - self._succeeded_at < waited
+        self._retry_at = None if another_succeeded else now + pause
 
 
 class Breakers:
@@ -109,7 +109,7 @@ class Breakers:
     def watch(self, account: str) -> Iterator[None]:
         """Let the account through, and learn from it. Raises Unavailable.
 
-        Without a name, it stands for the table of tokens, of which accounts know nothing.
+        An empty name stands for look-ups by token, which belong to no account.
         """
         breaker = self._of_account.get(account)
         if breaker:
@@ -129,7 +129,8 @@ class Breakers:
             waited_in_vain = waited > WAITED
             if waited_in_vain:
                 self._of_account.setdefault(account, Breaker()).open()
-                self._in_vain.add(account)
+                if account:
+                    self._in_vain.add(account)
                 if isinstance(error, OutcomeUnknown):
                     self._of_all.open(waited)
                 elif len(self._in_vain) > 1:
