@@ -12,7 +12,7 @@ from http import HTTPStatus
 from importlib import import_module
 from multiprocessing import Pipe, get_context
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from gunicorn import util
 from gunicorn.arbiter import Arbiter
@@ -40,8 +40,11 @@ class Log(Statsd):
         atoms["u"] = atoms.get("{remote_user}e", "-")
         request_id = atoms.get("{x-request-id}i") or "-"
         atoms["{x-request-id}i"] = quote(request_id, safe=string.punctuation)
-        for name in ("{x-request-id}i", "u", "U"):  # gunicorn escapes only quotes
-            atoms[name] = TOKEN.sub("***", atoms[name]).replace("\\", r"\\")
+        for name in ("{x-request-id}i", "u", "U"):
+            text = TOKEN.sub("***", atoms[name])
+            if TOKEN.search(unquote(text)):
+                text = "***"
+            atoms[name] = text.replace("\\", r"\\")  # gunicorn escapes only quotes
         return atoms
 
     def warning(self, msg: object, *args: object, **kwargs: Any) -> None:

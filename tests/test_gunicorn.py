@@ -189,8 +189,10 @@ def test_token_in_the_wrong_place_is_masked_in_the_log(log):
         f"GET /{FIXED} HTTP/1.1",
         f"GET /a/{FIXED}/b?{FIXED} HTTP/1.1",
         f"GET / HTTP/1.1\r\nX-Request-Id: {FIXED}",
+        f"GET /{FIXED.replace('_', '%5F')} HTTP/1.1",
+        f"GET / HTTP/1.1\r\nX-Request-Id: %67{FIXED[1:]}",
     )
-    assert len(lines) == 3
+    assert len(lines) == 5
     for line in lines:
         assert "***" in line
         assert not [part for part in PARTS if part in line]
