@@ -16,8 +16,6 @@ import tempfile
 from datetime import date
 from pathlib import Path
 
-from flask import Flask
-
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from rigs.running import (
     POINT,
@@ -53,12 +51,6 @@ function request()
   return wrk.format(count % 5 == 0 and "PUT" or "GET")
 end
 """
-
-
-def create_empty_app():
-    app = Flask(__name__)
-    app.add_url_rule("/", view_func=lambda: {"hello": "world"})
-    return app
 
 
 class Measure:
@@ -125,7 +117,7 @@ def main(rounds=5, seconds=2):
     if not shutil.which("wrk"):
         sys.exit("wrk is missing: install it (Debian: apt-get install wrk)")
     options = [f"--workers={2 * os.cpu_count()}", "--access-logfile=/dev/null"]
-    empty_app = [f"--pythonpath={ROOT}/tests", "benchmark:create_empty_app()"]
+    empty_app = [f"--pythonpath={ROOT}/tests/rigs", "empty:app"]
     with tempfile.TemporaryDirectory() as folder:
         database = f"{folder}/gardening.db"
         settings = environment_of(database)
