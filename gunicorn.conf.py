@@ -69,8 +69,8 @@ def write_problem(sock: socket.socket, status_int: int, reason: str, mesg: str) 
 words = [*sys.argv, *shlex.split(os.environ.get("GUNICORN_CMD_ARGS", ""))]
 if any(word.startswith(("--che", "--pri")) for word in words):
     # --check-config or --print-config, however they are abbreviated: load the code and the
-    # driver, and leave the database and its setting alone. Opening it brings its tables to the layout of
-    # this release, while processes of an older one may still serve it.
+    # driver, and leave the database and its setting alone. Opening it brings its tables to
+    # the layout of this release, while processes of an older one may still serve it.
     if "://" in os.environ.get("FLASK_DATABASE", ""):
         import_module("engines.postgres")
     os.environ["FLASK_DATABASE"] = ":memory:"

@@ -209,8 +209,8 @@ class SQLite(Engine):
             self._check_file(Unavailable)
             with session as connection:
                 yield connection
+                self._check_wal(connection)
         self._check_file(OutcomeUnknown)  # after the turn, for which others wait
-        self._check_wal(connection)
 
     def check(self) -> None:
         self._check_file(Unavailable)
