@@ -9,6 +9,7 @@ import random
 import sqlite3
 import struct
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -1183,6 +1184,23 @@ def test_journal_that_another_program_has_changed_is_no_removed_wal(
         assert len(listed(store)) == 2 + number
     with closing(sqlite3.connect(path)) as other:
         assert other.execute("PRAGMA journal_mode").fetchall() == [("wal",)]
+
+
+@on_sqlite
+def test_wal_that_goes_with_its_last_connection_is_no_removed_one(store):
+    """Another thread may close what is idle."""
+    ended = threading.Event()
+
+    def work(number):
+        while number == 0 and not ended.is_set():
+            store.close()
+        for _ in range(60 * (number > 0)):
+            store.create_project("ann", {})
+        if number:
+            ended.set()
+
+    at_once(work, 4)
+    assert len(listed(store)) == 180
 
 
 @on_sqlite
