@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import click
 from flask import Blueprint, Flask, Response, current_app, request, url_for
 from werkzeug.http import quote_etag
 from werkzeug.routing import Rule
@@ -16,18 +17,16 @@ import commands
 import problems
 import swagger
 from auth import current_store, token_required
-from engines.base import Unavailable
 from engines.sqlite import SQLite
 from reading import (
     MAX_CONTENT_LENGTH,
     read_key,
-    read_known_etags,
     read_members,
     read_page,
-    read_preconditions,
+    read_precondition,
 )
 from schemas import MAX_PAGE
-from store import Store
+from store import Page, Store
 
 TITLE = "Gardening Project Service"
 
@@ -35,18 +34,18 @@ api = Blueprint("api", __name__)
 
 
 def create_app(config: Mapping[str, Any] | None = None) -> Flask:
-    """Build the service; `config` overrides FLASK_* variables, which override the defaults.
+    """Build the service; `config` overrides FLASK_DATABASE.
 
-    Raises engines.base.Unavailable for a bad setting or an unusable file (`flask` says so
-    in one line); a server is contacted at the first use.
+    It opens no database: the first use does. Raises click.ClickException for a setting
+    that names none, which `flask` says in one line.
     """
     app = Flask(__name__, static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = MAX_CONTENT_LENGTH
     app.config["PROVIDE_AUTOMATIC_OPTIONS"] = False
-    app.config.from_prefixed_env()
-    # It parses values as JSON, and would turn a file called 2026.10 into a number.
-    app.config["DATABASE"] = os.environ.get("FLASK_DATABASE")
+    app.config["DATABASE"] = os.environ.get("FLASK_DATABASE", "")
+    app.config["DATABASE_MUST_EXIST"] = False
     app.config.update(config or {})
+    app.extensions["store"] = store_on(app)
     app.url_map.merge_slashes = False  # "a//b" is not redirected to "a/b"
     app.register_blueprint(api)
     # Without methods, a Rule takes them all.
@@ -54,35 +53,26 @@ def create_app(config: Mapping[str, Any] | None = None) -> Flask:
     problems.add_to(app)
     swagger.add_to(app, TITLE)
     commands.add_to(app)
-    with commands.one_line_errors():
-        app.extensions["store"] = open_store(app)
-    commands.welcome(app)
     return app
 
 
-def open_store(app: Flask) -> Store:
+def store_on(app: Flask) -> Store:
     """The store on the database that the setting names, or in the instance folder."""
-    database = str(app.config["DATABASE"] or "")
+    database, must_exist = app.config["DATABASE"], app.config["DATABASE_MUST_EXIST"]
     if not database:
-        try:
-            os.makedirs(app.instance_path, exist_ok=True)
-        except OSError as error:
-            raise Unavailable(f"{error.strerror}: {error.filename}") from error
-        database = os.path.join(app.instance_path, "gardening.db")
+        file = os.path.join(app.instance_path, "gardening.db")
+        return Store(SQLite(file, must_exist, makes_folder=True))
     scheme, separator, _ = database.partition("://")
     if not separator:
-        checked = app.config.get("DATABASE_FILE")  # by gunicorn.conf.py
-        return Store(SQLite(database, checked and tuple(checked)))
+        return Store(SQLite(database, must_exist))
     if scheme != "postgresql":
-        raise Unavailable(
-            "FLASK_DATABASE must be the path of a file or start with postgresql://, "
-            f"not {scheme}://"
-        )
+        forms = "the path of a file or start with postgresql://"
+        raise click.ClickException(f"FLASK_DATABASE must be {forms}, not {scheme}://")
     try:
         from engines.postgres import PostgreSQL
     except ImportError as error:
         needed = "install psycopg[binary], or this package with the extra postgres"
-        raise Unavailable(f"for PostgreSQL, {needed}") from error
+        raise click.ClickException(f"for PostgreSQL, {needed}") from error
     return Store(PostgreSQL(database))
 
 
@@ -129,13 +119,15 @@ def create_project(account: str) -> Response:
 @token_required
 def list_projects(account: str) -> Response:
     """List the account's Projects, or one page of them."""
-    page = read_page()
-    projects = current_store().list_projects(account, read_known_etags(), page)
-    response = respond_or_304(projects.etag, projects.document)
-    if page is not None and projects.next_after is not None:  # RFC 8288
-        number = min(page.number + 1, MAX_PAGE)
-        query = f"page={number}&size={page.size}&after={projects.next_after}"
-        response.headers["Link"] = f'<{url_for(".list_projects")}?{query}>; rel="next"'
+    page, store = read_page(), current_store()
+    if "If-None-Match" in request.headers:
+        etag = store.list_etag(account, page)
+        if is_known(etag):
+            return not_modified(etag)  # without having rendered the list
+    projects = store.list_projects(account, page)
+    response = respond(projects.etag, projects.document)
+    if page and projects.next_after:
+        response.headers["Link"] = link_to_next(page, projects.next_after)
     return response
 
 
@@ -144,7 +136,9 @@ def list_projects(account: str) -> Response:
 def get_project(account: str, id: str) -> Response:
     """Return one Project."""
     project = current_store().get_project(account, id)
-    return respond_or_304(project.etag, project.document)
+    if is_known(project.etag):
+        return not_modified(project.etag)
+    return respond(project.etag, project.document)
 
 
 @api.put("/api/v1/gardening/projects/<id>")
@@ -152,9 +146,8 @@ def get_project(account: str, id: str) -> Response:
 def update_project(account: str, id: str) -> Response:
     """Change the given members, and only those."""
     members = read_members()
-    project = current_store().update_project(
-        account, id, members, *read_preconditions()
-    )
+    condition = read_precondition()
+    project = current_store().update_project(account, id, members, condition)
     # With an ETag, a client could take what it sent for what is stored: a PUT may have
     # one only if the two are the same (RFC 9110 9.3.4), and this one merges.
     return Response(project.document, content_type="application/json")
@@ -164,21 +157,34 @@ def update_project(account: str, id: str) -> Response:
 @token_required
 def delete_project(account: str, id: str) -> Response:
     """Delete a Project and all that belongs to it."""
-    current_store().delete_project(account, id, *read_preconditions())
+    current_store().delete_project(account, id, read_precondition())
     response = Response(status=204)
     del response.headers["Content-Type"]  # there is no content
     return response
 
 
-def respond_or_304(etag: str, document: bytes | None) -> Response:
-    """The document, or 304 if the caller has it already (RFC 9110 13.1.2).
-
-    The store has compared the ETag of a list: its document is None if the caller has it.
-    What is left are the ETag of a Project, and `*`.
-    """
-    headers = {"Cache-Control": "private, no-cache", "ETag": quote_etag(etag)}
+def is_known(etag: str) -> bool:
+    """Whether the caller has it already (RFC 9110 13.1.2)."""
     # Parsed only if it was sent: parsing costs a twentieth of a read.
     sent = "If-None-Match" in request.headers
-    if document is None or (sent and request.if_none_match.contains_weak(etag)):
-        return Response(status=304, headers=headers)
+    return sent and request.if_none_match.contains_weak(etag)
+
+
+def not_modified(etag: str) -> Response:
+    return Response(status=304, headers=validators(etag))
+
+
+def respond(etag: str, document: bytes) -> Response:
+    headers = validators(etag)
     return Response(document, headers=headers, content_type="application/json")
+
+
+def validators(etag: str) -> dict[str, str]:
+    return {"Cache-Control": "private, no-cache", "ETag": quote_etag(etag)}
+
+
+def link_to_next(page: Page, after: int) -> str:
+    """The value of the header Link (RFC 8288)."""
+    number = min(page.number + 1, MAX_PAGE)
+    query = f"page={number}&size={page.size}&after={after}"
+    return f'<{url_for(".list_projects")}?{query}>; rel="next"'

@@ -3,59 +3,34 @@
 It is above auth and store, and knows nothing of HTTP or SQL.
 """
 
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
 import click
 from flask import Flask
-from flask.cli import AppGroup, ScriptInfo, with_appcontext
+from flask.cli import AppGroup, with_appcontext
 from werkzeug.serving import is_running_from_reloader
 
 from auth import BadName, account_name, current_store, issue_token
-from engines import backup as backups
+from engines.backup import BadBackup, backup, restore
 from engines.base import Unavailable
 
 MAX_DAYS = 1_000_000  # 2,700 years; dates end with the year 9999
 
 
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """On the command line, say in one line what is wrong, without usage or traceback."""
-    try:
-        yield
-    except BrokenPipeError:  # click exits silently on this one
-        raise
-    except (
-        click.UsageError,
-        BadName,
-        backups.BadBackup,
-        Unavailable,
-        OSError,
-    ) as error:
-        if not runs_flask():
-            raise
-        reason = str(error)
-        if isinstance(error, OSError):
-            reason = ": ".join(filter(None, [error.strerror, error.filename])) or reason
-        raise click.ClickException(reason) from error
-
-
-def runs_flask() -> bool:
-    """Whether this is the command line of `flask`, not that of another program."""
-    context = click.get_current_context(silent=True)
-    return bool(context and context.find_object(ScriptInfo))
-
-
-class Group(AppGroup):
-    """Reports errors in one line, wrong usage included."""
+class Command(click.Command):
+    """Says in one line what is wrong, without usage or traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        with one_line_errors():
+        try:
             return super().invoke(ctx)
+        except (click.UsageError, BadName, BadBackup, Unavailable) as error:
+            raise click.ClickException(str(error)) from error
+
+
+class Group(Command, AppGroup):
+    """Says the same of its commands."""
 
 
 account_commands = Group("account", help="List and delete accounts.")
@@ -67,16 +42,10 @@ token_commands = Group("token", help="Issue, list and revoke access tokens.")
 @click.option("--days", type=click.IntRange(1, MAX_DAYS), help="Default: no expiry.")
 def create_token(account: str, days: int | None) -> None:
     """Print a new token for ACCOUNT; it cannot be shown again."""
-    if sys.stdout is None:  # nobody would see the token
-        raise click.UsageError("Standard output is closed.")
     store, account = current_store(), account_name(account)
     is_new = not store.has_account(account)
     token, id = issue_token(store, account, days)
-    try:
-        click.echo(token)
-    except OSError:
-        store.revoke_token(id)
-        raise
+    click.echo(token)
     click.echo(f"The token's ID is {id}.", err=True)
     if is_new:
         click.echo(f"{account} is a new account.", err=True)
@@ -100,11 +69,17 @@ def utc(time: int | None) -> str:
 
 
 @token_commands.command("revoke")
-@click.argument("id", type=click.IntRange(1, 2**63 - 1))
-def revoke_token(id: int) -> None:
+@click.argument("id", type=click.IntRange(1, 2**63 - 1), required=False)
+@click.option("--account", help="Revoke all tokens of this account.")
+def revoke_token(id: int | None, account: str | None) -> None:
     """Make the token with this ID, as `list` shows it, invalid at once."""
-    if not current_store().revoke_token(id):
+    store = current_store()
+    if (id is None) == (account is None):
+        raise click.UsageError("Give either the ID of a token or --account.")
+    if id is not None and not store.revoke_token(id):
         raise click.UsageError(f"There is no token with the ID {id}.")
+    if account is not None and not store.revoke_tokens(account_name(account)):
+        raise click.UsageError(f"The account {account} has no tokens.")
 
 
 @account_commands.command("list")
@@ -130,34 +105,22 @@ def delete_account(account: str) -> None:
         raise click.UsageError(f"There is no account {account}.")
 
 
-@click.command("backup")
+@click.command("backup", cls=Command)
 @click.argument("file", type=click.Path())
 @with_appcontext
-def backup(file: str) -> None:
+def write_backup(file: str) -> None:
     """Write a copy of the database to FILE, a new SQLite file, while the service runs."""
-    with one_line_errors(), ended_like_ctrl_c():
-        backups.backup(current_store().engine, file)
+    backup(current_store().engine, file)
 
 
-@contextmanager
-def ended_like_ctrl_c() -> Iterator[None]:
-    """Let SIGTERM, too, raise KeyboardInterrupt, so that a partial backup is removed."""
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-@click.command("restore")
+@click.command("restore", cls=Command)
 @click.argument("file", type=click.Path())
 @with_appcontext
-def restore(file: str) -> None:
+def restore_backup(file: str) -> None:
     """Fill an empty database with the copy that `backup` wrote to FILE."""
     store = current_store()
-    with one_line_errors():
-        backups.restore(store.engine, file)
-        accounts = store.list_accounts()
+    restore(store.engine, file)
+    accounts = store.list_accounts()
     projects = sum(account.projects for account in accounts)
     tokens = sum(account.tokens for account in accounts)
     click.echo(
@@ -166,18 +129,19 @@ def restore(file: str) -> None:
 
 
 def add_to(app: Flask) -> None:
-    for command in (token_commands, account_commands, backup, restore):
+    for command in (token_commands, account_commands, write_backup, restore_backup):
         app.cli.add_command(command)
+    context = click.get_current_context(silent=True)
+    if context and context.info_name == "run" and not is_running_from_reloader():
+        welcome(app)
 
 
 def welcome(app: Flask) -> None:
-    """On `flask run`, say what to do next."""
-    if not runs_flask() or click.get_current_context().info_name != "run":
-        return
-    with one_line_errors():
+    """On `flask run`, say what to do next, or what is wrong with the database."""
+    try:
         has_tokens = bool(app.extensions["store"].list_tokens())
-    if is_running_from_reloader():  # its parent has said it
-        return
+    except Unavailable as error:
+        raise click.ClickException(str(error)) from error
     if not has_tokens:
         click.echo("No access token yet. In another terminal, in this folder, run:")
         click.echo(f"    {sys.executable} -m flask token create ACCOUNT")

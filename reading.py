@@ -16,7 +16,7 @@ from werkzeug import exceptions as http
 from werkzeug.datastructures import ETags
 
 import schemas
-from store import Etags, Page
+from store import Page, Precondition
 
 MAX_BODY = 64 * 1024  # bytes; the longest texts, all of them escaped, take 13 KB
 # At this length, Werkzeug silently truncates a chunked body. The extra byte shows it.
@@ -48,24 +48,17 @@ def read_key() -> str | None:
     return key
 
 
-def read_known_etags() -> Etags:
-    """The ETags of If-None-Match, weak ones too (RFC 9110 13.1.2)."""
-    return read_etags(request.if_none_match, include_weak=True)
-
-
-def read_preconditions() -> tuple[Etags | None, Etags | None]:
-    """If-Match and If-None-Match of a request that changes something (RFC 9110 13.1).
-
-    None asks nothing.
-    """
+def read_precondition() -> Precondition:
+    """If-Match and If-None-Match of a request that changes something."""
     if request.if_none_match.star_tag:
-        return (), None  # no ETag satisfies it, as none satisfies an empty If-Match
+        return Precondition(if_match=())  # no ETag will do
+    refused = etags_in(request.if_none_match, include_weak=True)
     if "If-Match" not in request.headers or request.if_match.star_tag:
-        return None, read_known_etags()
-    return read_etags(request.if_match, include_weak=False), read_known_etags()
+        return Precondition(None, refused)
+    return Precondition(etags_in(request.if_match, include_weak=False), refused)
 
 
-def read_etags(header: ETags, include_weak: bool) -> Etags:
+def etags_in(header: ETags, include_weak: bool) -> list[str]:
     # Werkzeug parses an empty ETag as None.
     return [etag for etag in header.as_set(include_weak) if etag]
 

@@ -41,7 +41,7 @@ class Project(NamedTuple):
 
 class ProjectList(NamedTuple):
     etag: str
-    document: bytes | None  # JSON; None if the caller knows this ETag
+    document: bytes  # JSON
     next_after: int | None  # `after` of the next page, if there is one
 
 
@@ -54,9 +54,16 @@ class Page(NamedTuple):
     after: int | None = None
 
 
+class Precondition(NamedTuple):
+    """Which ETags a Project may have, for a change to be made (RFC 9110 13.1)."""
+
+    if_match: Collection[str] | None = None  # one of these; None: any
+    if_none_match: Collection[str] = ()  # none of these
+
+
 class Caller(NamedTuple):
     account: str
-    token: int  # its id
+    token_id: int
 
 
 class Account(NamedTuple):
@@ -75,10 +82,9 @@ class Token(NamedTuple):
 
 
 Members = Mapping[str, object]  # some or all of those that a caller can set
-Etags = Collection[str]
 DAY = 86_400_000  # milliseconds
-KINDS = {name: tables.MEMBERS[name] for name in tables.SETTABLE}
-MEMBERS_OF_1_2 = ("name", "postal_code", "location")
+ALWAYS = Precondition()
+WHOLE = Page(0, 2**63 - 1)  # of a list; the largest LIMIT of a database
 
 
 class Store:
@@ -115,10 +121,10 @@ class Store:
             return Project(*self.engine.write(self.engine.CREATE, values)[0])
         digest = digest_of(columns)
         claim = {"account": account, "key": key, "digest": digest, "project": id}
-        with self.engine.transaction(account) as execute:
-            [(first_id, first_digest)] = execute(tables.CLAIM_KEY, claim)
+        with self.engine.transaction() as connection:
+            [(first_id, first_digest)] = connection.fetch(tables.CLAIM_KEY, claim)
             if first_id == id:
-                return Project(*execute(self.engine.CREATE, values)[0])
+                return Project(*connection.fetch(self.engine.CREATE, values)[0])
         # A key whose Project is gone is spent, whatever members come with it.
         try:
             project = self.get_project(account, first_id)
@@ -136,57 +142,43 @@ class Store:
         return Project(*rows[0])
 
     def update_project(
-        self,
-        account: str,
-        id: str,
-        members: Members,
-        if_match: Etags | None = None,
-        if_none_match: Etags | None = None,
+        self, account: str, id: str, members: Members, condition: Precondition = ALWAYS
     ) -> Project:
-        """Change these members and raise the version by 1. Raises NotFound, Stale.
-
-        The two conditions are those of RFC 9110 13.1; None asks nothing.
-        """
+        """Change these members and raise the version by 1. Raises NotFound, Stale."""
         columns = as_columns(members)
         changes = "".join(f"{name} = :{name}, " for name in columns)
         sql = self.engine.UPDATE.replace("{changes}", changes)
-        values = identity(account, id) | columns
-        return Project(*self._change(sql, values, if_match, if_none_match))
+        return Project(*self._change(sql, identity(account, id) | columns, condition))
 
     def delete_project(
-        self,
-        account: str,
-        id: str,
-        if_match: Etags | None = None,
-        if_none_match: Etags | None = None,
+        self, account: str, id: str, condition: Precondition = ALWAYS
     ) -> None:
         """Delete a Project and all that belongs to it. Raises NotFound, Stale."""
-        values = identity(account, id)
-        self._change(self.engine.DELETE, values, if_match, if_none_match)
+        self._change(self.engine.DELETE, identity(account, id), condition)
 
-    def list_projects(
-        self, account: str, known: Etags, page: Page | None = None
-    ) -> ProjectList:
-        """All Projects, oldest first, or one page of them.
+    def list_etag(self, account: str, page: Page | None = None) -> str:
+        """The ETag of what `list_projects` returns, which renders the Projects as well.
 
-        `known` are the ETags of lists that the caller has. Any change gives the account's
-        lists new ETags, and old ones never return. The exception: before its first
-        Project and after its deletion, an account has the same ETags.
+        Any change gives the account's lists new ETags, and old ones never return. The
+        exception: before its first Project and after its deletion, an account has the
+        same ETags.
         """
-        values: Values = {"account": account, "known": as_list(known)}
+        rows = self.engine.read(tables.REVISION, {"account": account})
+        return etag_of(rows[0][0] if rows else None, page)
+
+    def list_projects(self, account: str, page: Page | None = None) -> ProjectList:
+        """All Projects, oldest first, or one page of them."""
+        number, size, after = page or WHOLE
+        values = {"account": account, "size": size, "after": after or 0}
+        values["offset"] = number * size if after is None else 0
+        [row] = self.engine.read(self.engine.LIST, values)
+        revision, total, next_after, projects = row
+        etag = etag_of(revision, page)
         if page is None:
-            values["etag_suffix"] = "-"
-            [(etag, document)] = self.engine.read(self.engine.LIST, values)
-            return ProjectList(etag, document, None)
-        values |= {"page": page.number, "size": page.size, "after": page.after or 0}
-        values["offset"] = page.number * page.size if page.after is None else 0
-        start = "" if page.after is None else f"-{page.after}"
-        values["etag_suffix"] = f"-{page.number}-{page.size}{start}"
-        [(etag, document)] = self.engine.read(self.engine.LIST_PAGE, values)
-        if document is None:
-            return ProjectList(etag, None, None)
-        next_after, _, document = document.partition(b"\n")
-        return ProjectList(etag, document, int(next_after) if next_after else None)
+            return ProjectList(etag, projects, None)
+        numbers = f'"page":{number},"size":{size},"total":{total or 0}'.encode()
+        document = b'{"projectList":%b,%b}' % (projects, numbers)
+        return ProjectList(etag, document, next_after)
 
     def add_token(self, account: str, digest: bytes, days: int | None = None) -> int:
         """Let a token act for the account: for this many days, or without a limit.
@@ -213,6 +205,10 @@ class Store:
         """Make a token invalid; False if there is none with this id."""
         return bool(self.engine.write(tables.REVOKE_TOKEN, {"id": id}))
 
+    def revoke_tokens(self, account: str) -> bool:
+        """Make all tokens of the account invalid; False if it has none."""
+        return bool(self.engine.write(tables.REVOKE_TOKENS, {"account": account}))
+
     def has_account(self, name: str) -> bool:
         """Whether `list_accounts` has it."""
         return bool(self.engine.read(tables.FIND_ACCOUNT, {"name": name}))
@@ -223,28 +219,22 @@ class Store:
 
     def delete_account(self, name: str) -> bool:
         """Delete the account and all that is its own; False if there is none."""
-        with self.engine.transaction(name, LONG) as execute:
-            deleted = [execute(sql, {"name": name}) for sql in tables.DELETE_ACCOUNT]
+        values = {"name": name}
+        with self.engine.transaction(LONG) as connection:
+            deleted = [connection.fetch(sql, values) for sql in tables.DELETE_ACCOUNT]
         return any(deleted)
 
-    def _change(
-        self,
-        sql: str,
-        values: Values,
-        if_match: Etags | None,
-        if_none_match: Etags | None,
-    ) -> Any:
+    def _change(self, sql: str, values: Values, condition: Precondition) -> Any:
+        if_match, if_none_match = condition
         values["now"] = self._now()
-        values["if_match"] = None if if_match is None else as_list(if_match)
-        values["if_none_match"] = as_list(if_none_match) if if_none_match else None
+        values["if_match"] = None if if_match is None else as_json(if_match)
+        values["if_none_match"] = as_json(if_none_match)
         rows = self.engine.write(sql, values)
-        if rows:
-            return rows[0]
-        if if_match is None and not if_none_match:
-            raise NotFound
-        # This raises NotFound, unless it is only the ETag that did not match.
-        self.get_project(values["account"], values["id"])
-        raise Stale
+        if not rows:
+            # This raises NotFound, unless it is only the ETag that did not match.
+            self.get_project(values["account"], values["id"])
+            raise Stale
+        return rows[0]
 
     def _now(self) -> int:
         return int(self._clock() * 1000)
@@ -255,34 +245,36 @@ def identity(account: str, id: str) -> Values:
     return {"account": account, "id": id.replace("\0", "?")}
 
 
-def as_list(etags: Etags) -> str:
+def as_json(etags: Collection[str]) -> str:
     """The ETags as JSON, without any that holds U+0000: PostgreSQL would refuse it."""
     return json.dumps([etag for etag in etags if "\0" not in etag])
 
 
+def etag_of(revision: str | None, page: Page | None) -> str:
+    """The ETag of a list, from the account's revision and what names the page."""
+    numbers = [str(number) for number in page or [] if number is not None]
+    return f"{revision or ''}-{'-'.join(numbers)}"
+
+
 def as_columns(members: Members) -> Values:
     """The members as they are stored. Raises KeyError for one that cannot be set."""
-    return {
-        name: compact(value)
-        if KINDS[name] == tables.JSON and value is not None
-        else value
-        for name, value in members.items()
-    }
-
-
-def compact(value: object) -> str:
-    """JSON as it goes over the wire."""
-    return json.dumps(value, separators=(",", ":"))
+    columns = dict(members)
+    for name, value in members.items():
+        if tables.SETTABLE[name] == tables.JSON and value is not None:
+            columns[name] = json.dumps(value, separators=(",", ":"))  # as on the wire
+    return columns
 
 
 def digest_of(columns: Values) -> bytes:
     """A SHA-256 digest of the members, to compare requests with the same key.
 
-    It is the same in every release: a null member that 1.2.0 did not have is left out.
+    It is the same in every release, since it leaves out what is null; but for three
+    members, which release 1.2.0 put in.
     """
+    always = ("name", "postal_code", "location")
     compared = {
         name: value
         for name, value in columns.items()
-        if name in MEMBERS_OF_1_2 or value is not None
+        if name in always or value is not None
     }
     return hashlib.sha256(json.dumps(compared).encode()).digest()

@@ -4,18 +4,20 @@ It knows no rule of the store, and depends on no database.
 """
 
 import os
+import time
+import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
 from engines.tables import LAYOUT
 
 Values = dict[str, Any]  # the parameters of a statement, by name
 Rows = list[Any]
 LONG = 3600  # seconds that a command may take; a request gets far fewer
+TRIAL = 5.0  # seconds after which another caller may try, though a trial has not ended
 
 
 class Unavailable(Exception):
@@ -29,9 +31,32 @@ class OutcomeUnknown(Unavailable):
     """A write may or may not have been made: its connection or its disk failed."""
 
 
+class Connection(Protocol):
+    """A connection of either driver; one thread at a time uses it."""
+
+    def fetch(self, sql: str, values: Values) -> Rows:
+        """All rows of a statement, which is a transaction unless `begin` was called."""
+
+    def begin(self, seconds: int) -> None:
+        """Begin a transaction that writes, and may take so long; 0: as long as a request."""
+
+    def begin_snapshot(self) -> None:
+        """Begin a long transaction that sees the database as it is at this moment."""
+
+    def commit(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def stream(self, sql: str) -> Iterable[Any]:
+        """The rows of a statement, however many: they are not all in memory at once."""
+
+    def insert(self, table: str, columns: Iterable[str], rows: Iterable[Any]) -> None:
+        """Add the rows to a table."""
+
+
 class Engine(ABC):
-    """A database. A connection is used by one thread at a time, and only by the process
-    that opened it: what is idle is kept by process id.
+    """A database. Its idle connections are kept by process id: after a fork, the child
+    opens connections of its own.
     """
 
     TABLES: str  # of the current layout
@@ -41,30 +66,23 @@ class Engine(ABC):
     CREATE: str
     UPDATE: str  # with {changes} for the columns to set
     DELETE: str  # returns the id
-    # The ETag, and the JSON document unless the ETag is known to the caller.
+    # The revision and the number of the account's Projects; `seq` of the last one here,
+    # if others follow; and the JSON array of those after :after and :offset, up to :size.
     LIST: str
-    LIST_PAGE: str  # likewise; next_after stands on a line before the document
-    BEGIN: str  # a transaction that writes
-    BEGIN_FILL: str  # one that writes, and lets nobody else do so
-    LAST_TOKEN: str  # the highest id that a token has had
+    LAST_TOKEN: str  # the highest id that a token has had, if there was one
     SET_LAST_TOKEN: tuple[str, ...]
-    STOP_TRIGGERS: tuple[str, ...]
-    START_TRIGGERS: tuple[str, ...]
+    PAUSE = 1.0  # seconds for which callers are refused after one has waited in vain
+    ERROR: type[Exception]  # the base of the driver's errors
 
     def __init__(self) -> None:
-        self.idle: dict[int, list[Any]] = defaultdict(list)
+        self.idle: dict[int, list[Connection]] = defaultdict(list)
+        # When a reader (False) or a writer (True) may try again; 0: now, as all is well.
+        self._retry_at = {False: 0.0, True: 0.0}
+        weakref.finalize(self, close_idle, self.idle)  # at the latest as Python exits
 
     @abstractmethod
-    def connect(self) -> Any:
-        """A new connection."""
-
-    @abstractmethod
-    def take(self, idle: list[Any]) -> Any:
-        """One of the idle connections that still works, or a new one."""
-
-    @abstractmethod
-    def execute(self, connection: Any, sql: str, values: Values) -> Rows:
-        """All rows of a statement."""
+    def connect(self) -> Connection:
+        """A new connection; the first one creates the tables or brings them up to date."""
 
     @abstractmethod
     def outage(self, error: BaseException, writes: bool) -> Unavailable | None:
@@ -73,54 +91,94 @@ class Engine(ABC):
         OutcomeUnknown only for what `writes`.
         """
 
-    def note_error(self, error: BaseException) -> None:
-        """Learn from an error how the database is doing. By default, nothing."""
+    def filling(self) -> AbstractContextManager[Connection]:
+        """A transaction that fills empty tables."""
+        return self.transaction(LONG)
 
-    def allow(self, connection: Any, seconds: int) -> None:
-        """Let the transaction take these seconds; for an engine that has a limit."""
+    def turn(self) -> AbstractContextManager[None]:
+        """What a writer waits for before it writes. By default, nothing."""
+        return nullcontext()
 
-    def read(self, sql: str, values: Values) -> Rows:
-        """All rows of a statement. Raises Unavailable."""
-        # Not self.session(), which does more only for writers: a read saves the call.
-        with Session(self) as connection:
-            return self.execute(connection, sql, values)
+    def waited_in_vain(self, error: BaseException) -> bool:
+        """Whether the error says so; then others need not wait as well."""
+        return isinstance(error, TimeoutError)
 
-    def write(self, sql: str, values: Values) -> Rows:
-        """The same for one that writes. Raises OutcomeUnknown as well."""
-        with self.session(writes=True) as connection:
-            return self.execute(connection, sql, values)
-
-    @contextmanager
-    def transaction(
-        self, account: str, seconds: int = 0
-    ) -> Iterator[Callable[[str, Values], Rows]]:
-        """For several statements that write to the account: all of them are made, or none.
-
-        It may take these seconds, or as long as a request.
-        """
-        with self.begin(self.BEGIN, seconds) as connection:
-            yield partial(self.execute, connection)
-
-    @contextmanager
-    def begin(self, begin: str, seconds: int, writes: bool = True) -> Iterator[Any]:
-        """A connection in a transaction that the statement `begin` starts."""
-        with self.session(writes) as connection:
-            connection.execute(begin)
-            if seconds:
-                self.allow(connection, seconds)
-            yield connection
-            connection.execute("COMMIT")
-
-    def session(self, writes: bool = False) -> AbstractContextManager[Any]:
-        return Session(self, writes)
+    def save(self, path: str) -> bool:
+        """Copy the database to this empty SQLite file; False if this engine cannot."""
+        return False
 
     def check(self) -> None:
         """Raises Unavailable if the database cannot be read now."""
         self.read("SELECT id FROM token LIMIT 1", {})
 
-    def raise_outage(self, error: BaseException, writes: bool) -> None:
-        """Raises Unavailable or OutcomeUnknown, unless the error is a defect."""
-        if outage := self.outage(error, writes):
+    def read(self, sql: str, values: Values) -> Rows:
+        """All rows of a statement. Raises Unavailable."""
+        # Not in a session(), which is a generator: that costs a tenth of a read.
+        connection = self.take(writes=False)
+        try:
+            rows = connection.fetch(sql, values)
+        except BaseException as error:
+            connection.close()
+            self.fail(error, writes=False)
+            raise
+        self._retry_at[False] = 0.0
+        self.idle[os.getpid()].append(connection)
+        return rows
+
+    def write(self, sql: str, values: Values) -> Rows:
+        """The same for one that writes. Raises OutcomeUnknown as well."""
+        with self.session(writes=True) as connection, self.turn():
+            return connection.fetch(sql, values)
+
+    @contextmanager
+    def transaction(self, seconds: int = 0) -> Iterator[Connection]:
+        """A connection for several statements: all of them are made, or none.
+
+        They may take so many seconds, or as long as a request.
+        """
+        with self.session(writes=True) as connection, self.turn():
+            connection.begin(seconds)
+            yield connection
+            connection.commit()
+
+    @contextmanager
+    def session(self, writes: bool) -> Iterator[Connection]:
+        """A connection for a while. After an error it is closed, and an outage raised."""
+        connection = self.take(writes)
+        try:
+            yield connection
+        except BaseException as error:
+            connection.close()
+            self.fail(error, writes)
+            raise
+        self._retry_at[writes] = 0.0
+        self.idle[os.getpid()].append(connection)
+
+    def take(self, writes: bool) -> Connection:
+        """An idle connection, or a new one. Raises Unavailable."""
+        if self._retry_at[writes]:
+            now = time.monotonic()
+            if now < self._retry_at[writes]:
+                raise Unavailable("another caller has just waited in vain")
+            self._retry_at[writes] = now + TRIAL  # this caller tries, the others do not
+        try:
+            return self.idle[os.getpid()].pop()
+        except IndexError:  # none is left
+            return self.open(writes)
+
+    def open(self, writes: bool) -> Connection:
+        """A new connection. Raises Unavailable."""
+        try:
+            return self.connect()
+        except BaseException as error:
+            self.fail(error, writes, is_sent=False)
+            raise
+
+    def fail(self, error: BaseException, writes: bool, is_sent: bool = True) -> None:
+        """Raise the outage that an error means, unless it is a defect."""
+        is_pause = self.waited_in_vain(error)
+        self._retry_at[writes] = time.monotonic() + self.PAUSE if is_pause else 0.0
+        if outage := self.outage(error, writes and is_sent):
             raise outage from error
 
     def steps_from(self, layout: int | None, is_empty: bool) -> tuple[str, ...]:
@@ -139,50 +197,15 @@ class Engine(ABC):
 
     def close(self) -> None:
         """Close the connections that are idle; the engine can go on, with new ones."""
-        idle = self.idle[os.getpid()]
-        while (connection := pop(idle)) is not None:
-            connection.close()
-
-    def __del__(self) -> None:
-        self.close()
+        close_idle(self.idle)
 
 
-class Session:
-    """A connection for one thread. After an error it is closed, and an outage is raised.
-
-    A class: a generator would add 1.5 microseconds to a read of 9.
-    """
-
-    __slots__ = ("connection", "engine", "idle", "writes")
-
-    def __init__(self, engine: Engine, writes: bool = False) -> None:
-        self.engine, self.writes = engine, writes
-
-    def __enter__(self) -> Any:
-        self.idle = self.engine.idle[os.getpid()]
+def close_idle(idle: dict[int, list[Connection]]) -> None:
+    """Close those of this process."""
+    connections = idle[os.getpid()]
+    while connections:
         try:
-            self.connection = self.engine.take(self.idle)
-        except BaseException as error:
-            # Nothing was sent that might have been made.
-            self._fail(error, writes=False)
-            raise  # a defect, or Unavailable already
-        return self.connection
-
-    def __exit__(self, _kind: object, error: BaseException | None, _: object) -> None:
-        if error is None:
-            self.idle.append(self.connection)
-        else:
-            self.connection.close()
-            self._fail(error, self.writes)
-
-    def _fail(self, error: BaseException, writes: bool) -> None:
-        self.engine.note_error(error)
-        self.engine.raise_outage(error, writes)
-
-
-def pop(idle: list[Any]) -> Any:
-    """Pop a connection; None if none is left, since other threads take them as well."""
-    try:
-        return idle.pop()
-    except IndexError:
-        return None
+            connection = connections.pop()
+        except IndexError:  # another thread has taken the last one
+            return
+        connection.close()

@@ -1,109 +1,53 @@
-"""Files: created for their owner alone, locked with a deadline, named once complete."""
+"""Files: new ones get their names once they are complete, and a database is not mistaken.
+
+It opens no database, and knows nothing of what is in one.
+"""
 
 import errno
 import fcntl
 import os
-import shutil
+import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager, suppress
 
 from engines.base import Unavailable
 
-PARTIAL = (
-    ".gardening-partial"  # the end of the name of a folder in which a backup is written
-)
-POLL_INTERVAL = 0.0002  # seconds between two attempts to take a lock
-
-
-@contextmanager
-def locked(path: str | Path, deadline: float) -> Iterator[None]:
-    """Hold an flock on a file or folder, waiting until this time of time.monotonic().
-
-    Raises Unavailable.
-    """
-    with ExitStack() as held:
-        try:
-            if not os.path.exists(path):
-                create(path)
-            # Opened for each holder: threads that share an open file share its lock.
-            file = os.open(path, os.O_RDONLY)
-            held.callback(os.close, file)
-            while not try_lock(file):
-                if time.monotonic() > deadline:
-                    raise Unavailable(f"still locked: {path}")
-                time.sleep(POLL_INTERVAL)
-        except OSError as error:
-            raise Unavailable(f"{error.strerror}: {path}") from error
-        # To close it is not enough: a process forked meanwhile keeps the file open.
-        held.callback(fcntl.flock, file, fcntl.LOCK_UN)
-        yield
-
-
-def try_lock(file: int) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def create(path: str | Path) -> None:
-    """Create a file that only its owner can read, unless there is one."""
-    try:
-        file = os.open(path, os.O_CREAT | os.O_EXCL, mode=0o600)
-    except FileExistsError:
-        return
-    os.close(file)
-    give_to_owner(path)
-
-
-def give_to_owner(path: str | Path) -> None:
-    """Give what root creates, as `flask token` may, to the owner of the folder."""
-    if os.geteuid() == 0:
-        folder = os.stat(os.path.dirname(os.path.abspath(path)))
-        os.chown(path, folder.st_uid, folder.st_gid)
+POLL_INTERVAL = 0.0002  # seconds between two attempts to take an flock
 
 
 @contextmanager
 def new_file(path: str) -> Iterator[str]:
-    """The path of an empty file, which gets the name `path` once it is written whole.
+    """The path of an empty file, which is named `path` once it has been written.
 
-    It lies in a locked folder, so the next backup can tell and remove what a killed one
-    has left. Raises OSError with `path`, and Unavailable.
+    Only its owner can read it. Raises OSError; FileExistsError if the name is taken.
     """
-    parent, folder = os.path.dirname(os.path.abspath(path)), path + PARTIAL
-    file = os.path.join(folder, "backup.db")
+    folder = os.path.dirname(os.path.abspath(path))
+    file, unnamed = tempfile.mkstemp(".partial", "gardening-", folder)
+    os.close(file)
     try:
-        os.stat(parent)  # fails if it is missing, where locked() would create a file
-        with locked(parent, time.monotonic() + 1.0):
-            for left in Path(parent).glob(f"*{PARTIAL}"):
-                with suppress(OSError, Unavailable), locked(left, deadline=0.0):
-                    shutil.rmtree(left)
-            check_is_free(path)
-            check_is_free(folder)
-            os.mkdir(folder, mode=0o700)
-            give_to_owner(folder)
-            claim = ExitStack()  # held longer than the lock on the parent
-            claim.enter_context(locked(folder, deadline=0.0))
-        with claim:
-            try:
-                create(file)
-                yield file
-                sync(file)
-                check_is_free(path)
-                os.rename(file, path)
-                sync(parent)
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
-    except OSError as error:
-        raise type(error)(error.errno, error.strerror, path) from error
+        if os.geteuid() == 0:  # as `flask token` may run: the service's user owns it
+            owner = os.stat(folder)
+            os.chown(unnamed, owner.st_uid, owner.st_gid)
+        yield unnamed
+        sync(unnamed)
+        give_name(unnamed, path)
+        sync(folder)
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(unnamed)
 
 
-def check_is_free(path: str) -> None:
-    if os.path.lexists(path):
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+def give_name(unnamed: str, path: str) -> None:
+    """Raises FileExistsError rather than replace a file."""
+    try:
+        os.link(unnamed, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links, such as that of a USB stick
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from None
+        os.rename(unnamed, path)
 
 
 def sync(path: str) -> None:
@@ -112,3 +56,80 @@ def sync(path: str) -> None:
         os.fsync(file)
     finally:
         os.close(file)
+
+
+class DatabaseFile:
+    """The file of a database: the one that its name led to at the first use.
+
+    SQLite would go on with a file that was removed or replaced, and nobody would find
+    what was written. Closing a file drops every POSIX lock that the process has on it,
+    SQLite's as well: so this code never opens a file that already has its name.
+    """
+
+    def __init__(self, path: str, must_exist: bool, makes_folder: bool) -> None:
+        self.path = os.path.abspath(path)
+        # SQLite puts its own files beside the file that a link leads to.
+        self._target = os.path.realpath(self.path)
+        self._must_exist, self._makes_folder = must_exist, makes_folder
+        self._id: tuple[int, int] | None = None  # device and inode; None: not seen yet
+
+    def create(self) -> None:
+        """Create a file that is missing and was never seen. Raises OSError, Unavailable."""
+        if self._id or self._must_exist or os.path.exists(self.path):
+            return
+        wal = f"{self._target}-wal"
+        if os.path.exists(wal):
+            # SQLite would delete it, and with it what was acknowledged last.
+            raise Unavailable(f"without its database, move this away: {wal}")
+        if self._makes_folder:
+            with suppress(FileExistsError):
+                os.makedirs(os.path.dirname(self.path))
+        create(self._target)
+
+    def check(self, outage: type[Unavailable] = Unavailable) -> None:
+        """Raise this outage if the name leads to no file, or to another one by now."""
+        try:
+            found = os.stat(self.path)
+        except OSError as error:
+            raise outage(f"{error.strerror}: {self.path}") from error
+        id = found.st_dev, found.st_ino
+        self._id = self._id or id
+        if id != self._id:
+            raise outage(f"restart to use the file that has replaced it: {self.path}")
+
+    @contextmanager
+    def lock(self, deadline: float) -> Iterator[None]:
+        """Hold an flock on the file `-lock`, waiting until this time of time.monotonic().
+
+        Raises OSError; TimeoutError at the deadline.
+        """
+        path = f"{self._target}-lock"
+        if not os.path.exists(path):
+            create(path)
+        file = os.open(path, os.O_RDONLY)
+        try:
+            while not try_lock(file):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"still locked: {path}")
+                time.sleep(POLL_INTERVAL)
+            try:
+                yield
+            finally:
+                # Closing is not enough: a process forked meanwhile keeps the file open.
+                fcntl.flock(file, fcntl.LOCK_UN)
+        finally:
+            os.close(file)
+
+
+def create(path: str) -> None:
+    """Create an empty file, unless there is one."""
+    with suppress(FileExistsError), new_file(path):
+        pass
+
+
+def try_lock(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -15,7 +15,8 @@ MEMBERS = {
     "postal_code": TEXT,
     "location": JSON,
 }
-SETTABLE = ("name", "postal_code", "location")  # by a caller
+READ_ONLY = ("id", "created_at", "updated_at", "version")  # set by the service
+SETTABLE = {name: kind for name, kind in MEMBERS.items() if name not in READ_ONLY}
 # The columns of each table; `project` precedes `part`, which refers to it.
 COLUMNS = {
     "account": ("name", "revision", "created", "projects"),
@@ -72,19 +73,23 @@ CREATE TABLE part (                                 -- a region, zone, parcel, c
 -- Without this index, deleting a Project would scan all parts.
 CREATE INDEX part_project ON part (project);
 """
+# The account's counters, counted anew.
 COUNT_CREATED = """UPDATE account SET created =
-    (SELECT coalesce(max(seq), 0) FROM project WHERE project.account = account.name)"""
+    (SELECT max(seq) FROM project WHERE project.account = account.name)
+    WHERE created < (SELECT max(seq) FROM project WHERE project.account = account.name)"""
 COUNT_PROJECTS = """UPDATE account SET projects =
     (SELECT count(*) FROM project WHERE project.account = account.name)"""
+# After a restore. An account whose row is missing gets one.
+RECOUNT = (
+    """INSERT INTO account (name, revision)
+    SELECT DISTINCT account, '' FROM project WHERE true
+    ON CONFLICT (name) DO NOTHING""",
+    COUNT_CREATED,
+    COUNT_PROJECTS,
+    "UPDATE account SET revision = :revision",
+)
 
-# The ETag of a list is the account's revision, with a suffix that names the page.
-FROM_LIST_ETAG = """FROM (SELECT coalesce((SELECT revision FROM account WHERE name = :account), '')
-    || :etag_suffix AS etag) AS list"""
-TOTAL = "coalesce((SELECT projects FROM account WHERE name = :account), 0)"
-PAGE_ROWS = """project WHERE account = :account AND seq > :after
-    ORDER BY seq LIMIT :size OFFSET :offset"""
-# The last seq of the page; null if it is the account's last.
-NEXT_AFTER = "nullif(max(seq), (SELECT max(seq) FROM project WHERE account = :account))"
+REVISION = "SELECT revision FROM account WHERE name = :account"
 # Returns the first claim of the key. The update changes nothing: it makes the statement
 # return that row, and lock it until the transaction ends.
 CLAIM_KEY = """INSERT INTO idempotency_key (account, key, digest, project)
@@ -98,6 +103,7 @@ FIND_TOKEN = """SELECT account, id FROM token
     WHERE digest = :digest AND (expires_at IS NULL OR expires_at > :now)"""
 TOKENS = "SELECT id, created_at, expires_at, account FROM token ORDER BY id"
 REVOKE_TOKEN = "DELETE FROM token WHERE id = :id RETURNING id"
+REVOKE_TOKENS = "DELETE FROM token WHERE account = :account RETURNING id"
 FIND_ACCOUNT = """SELECT name FROM account WHERE name = :name
     UNION SELECT account FROM token WHERE account = :name"""
 ACCOUNTS = """SELECT known.name, coalesce(projects, 0), coalesce(tokens, 0), changed_at

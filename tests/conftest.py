@@ -92,7 +92,7 @@ def open_store(database):
         def open_store(clock=time.time):
             store = store_on(database, clock)
             stores.callback(store.close)
-            store.list_tokens()  # PostgreSQL's tables are created at the first use
+            store.list_tokens()  # the first use creates the tables
             store.close()
             return store
 

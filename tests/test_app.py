@@ -4,14 +4,17 @@ import io
 import json
 import os
 import re
-import sys
+import sqlite3
 import time
+from contextlib import closing
 from itertools import chain
+from pathlib import Path
 
 import pytest
 from flask.testing import FlaskClient
+from rigs.layouts import lay_out
 from rigs.outside import copy_service
-from rigs.running import POINT, PROJECTS, on_sqlite, run, wait_for
+from rigs.running import BIN, POINT, PROJECTS, on_sqlite, run, wait_for
 
 from app import create_app
 
@@ -603,31 +606,57 @@ def databases(folder):
     return sorted(file.name for file in folder.iterdir() if "-" not in file.name)
 
 
+def open_app(config=None):
+    """An application, after the first use of its database."""
+    with closing(create_app(config).extensions["store"]) as store:
+        store.check()
+
+
 def test_config_goes_before_the_environment(folder, monkeypatch):
     monkeypatch.setenv("FLASK_DATABASE", "environment.db")
-    create_app({"DATABASE": "config.db"})
+    open_app({"DATABASE": "config.db"})
     assert databases(folder) == ["config.db"]
-    create_app()
+    open_app()
     assert databases(folder) == ["config.db", "environment.db"]
 
 
-def test_environment_goes_before_the_defaults(folder, monkeypatch):
-    monkeypatch.setenv("FLASK_MAX_CONTENT_LENGTH", "1000")
-    app = create_app({"DATABASE": "config.db"})
-    assert app.config["MAX_CONTENT_LENGTH"] == 1000
+@pytest.mark.parametrize("name", ["MAX_CONTENT_LENGTH", "DATABASE_MUST_EXIST"])
+def test_other_settings_are_not_taken_from_the_environment(monkeypatch, name):
+    expected = create_app().config[name]
+    monkeypatch.setenv(f"FLASK_{name}", "1000")
+    assert create_app().config[name] == expected
+    assert create_app({name: 7}).config[name] == 7
 
 
 @pytest.mark.parametrize("name", ["2026", "2026.10", "0012", "1e3", "true", "null"])
 def test_name_of_the_database_is_taken_as_it_is_written(folder, monkeypatch, name):
     monkeypatch.setenv("FLASK_DATABASE", name)
-    create_app()
+    open_app()
     assert databases(folder) == [name]
+
+
+@pytest.mark.parametrize("database", ["new.db", "old.db", "text.db", "no/such.db"])
+def test_application_that_is_made_leaves_a_database_alone(folder, database):
+    with closing(sqlite3.connect("old.db")) as old:
+        lay_out(old, 1)
+    Path("text.db").write_text("This is no database." * 100)
+    before = {file: file.read_bytes() for file in folder.iterdir()}
+    environment = os.environ | {"FLASK_DATABASE": str(folder / database)}
+    for command in (["flask", "--help"], ["flask", "routes"], ["flask", "token"]):
+        program, *arguments = command
+        status = 2 if arguments == ["token"] else 0
+        ended = run(BIN / program, *arguments, environment=environment, status=status)
+        assert "Traceback" not in ended.stdout + ended.stderr
+    for check in ([], ["--check-config"]):
+        arguments = environment | {"GUNICORN_CMD_ARGS": "--check-config"}
+        run(BIN / "gunicorn", *check, environment=arguments)
+    assert {file: file.read_bytes() for file in folder.iterdir()} == before
 
 
 def test_apps_in_memory_are_apart():
     stores = [create_app({"DATABASE": ":memory:"}).extensions["store"] for _ in "ab"]
     stores[0].create_project("ann", {})
-    lists = [store.list_projects("ann", []).document for store in stores]
+    lists = [store.list_projects("ann").document for store in stores]
     assert [len(json.loads(each)) for each in lists] == [1, 0]
     for store in stores:
         store.close()
@@ -705,8 +734,7 @@ def test_list_that_a_weak_etag_names_is_neither_read_nor_linked(client, raw, que
 def test_empty_setting_is_none(tmp_path):
     copy_service(tmp_path)
     environment = os.environ | {"FLASK_DATABASE": ""}
-    start = [sys.executable, "-c", "from app import create_app; create_app()"]
-    run(*start, folder=tmp_path, environment=environment)
+    run(BIN / "flask", "token", "list", folder=tmp_path, environment=environment)
     assert databases(tmp_path / "instance") == ["gardening.db"]
 
 

@@ -5,7 +5,6 @@ import json
 import os
 import random
 import re
-import select
 import shutil
 import signal
 import sqlite3
@@ -15,7 +14,6 @@ import threading
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
-import psycopg
 import pytest
 from rigs.layouts import lay_out
 from rigs.running import (
@@ -26,10 +24,10 @@ from rigs.running import (
     at_once,
     environment_of,
     fill,
-    is_flocked,
     needs,
     on_sqlite,
     run,
+    soon,
     store_on,
     wait_for,
     workers,
@@ -39,8 +37,9 @@ from app import create_app
 from engines import backup as module
 from engines.backup import BadBackup
 from engines.base import Unavailable
+from engines.files import new_file
 from engines.postgres import TIMEOUT
-from engines.tables import APPLICATION_ID, COLUMNS, LAYOUT
+from engines.tables import COLUMNS, LAYOUT
 from store import KeyReused, KeySpent, Page
 
 PAGES = [None, Page(0, 2), Page(1, 20)]
@@ -77,9 +76,9 @@ def source(store, raw):
     for text in TEXTS:
         store.create_project("ann", {"name": text, "postal_code": text})
         store.create_project("bob é", {"name": text, "location": LINE})
-    for project in json.loads(store.list_projects("ann", ()).document)[1:3]:
+    for project in json.loads(store.list_projects("ann").document)[1:3]:
         store.update_project("ann", project["id"], {"location": POINT})
-    first, *_, last = json.loads(store.list_projects("bob é", ()).document)
+    first, *_, last = json.loads(store.list_projects("bob é").document)
     store.delete_project("bob é", first["id"])
     store.delete_project("bob é", last["id"])
     store.create_project("ann", {"name": "kept"}, "key")
@@ -93,7 +92,7 @@ def source(store, raw):
 
 
 def first_id(store):
-    return json.loads(store.list_projects("ann", ()).document)[0]["id"]
+    return json.loads(store.list_projects("ann").document)[0]["id"]
 
 
 @pytest.fixture(params=["SQLite", "PostgreSQL"])
@@ -129,9 +128,9 @@ def flask(database, *arguments, status=0):
 
 
 def everything(store):
-    """What the service can return: documents, ETags, tokens and accounts."""
+    """What the service can return: documents, tokens and accounts."""
     lists = [
-        store.list_projects(account, (), page)
+        store.list_projects(account, page)[1:]
         for account in ["ann", "bob é", "eve"]
         for page in PAGES
     ]
@@ -155,10 +154,9 @@ def test_all_is_the_same_and_goes_on(source, database, file, target, open_target
     with pytest.raises(KeySpent):
         restored.create_project("ann", {}, "spent")
     for account in "ann", "bob é":
-        known = [source.list_projects(account, ()).etag]
-        assert restored.list_projects(account, known).document is None
+        assert restored.list_etag(account) != source.list_etag(account)
         created = restored.create_project(account, {})
-        found = json.loads(restored.list_projects(account, known).document)
+        found = json.loads(restored.list_projects(account).document)
         assert found[-1] == json.loads(created.document)
     restored.delete_project("ann", first_id(restored))
     counts = [account.projects for account in source.list_accounts()]
@@ -178,8 +176,8 @@ def test_seq_of_a_deleted_project_is_not_given_again(
     restore(restored, file)
     for each in store, restored:
         each.create_project("ann", {})
-        assert each.list_projects("ann", (), Page(0, 1)).next_after == 1
-        page = each.list_projects("ann", (), Page(0, 1, 2))
+        assert each.list_projects("ann", Page(0, 1)).next_after == 1
+        page = each.list_projects("ann", Page(0, 1, 2))
         assert json.loads(page.document)["projectList"]
 
 
@@ -187,7 +185,8 @@ def test_backup_is_private_and_replaces_nothing(store, database, file):
     flask(database, "backup", file)
     assert os.stat(file).st_mode & 0o777 == 0o600
     before = Path(file).read_bytes()
-    assert flask(database, "backup", file, status=1) == f"Error: File exists: {file}\n"
+    told = flask(database, "backup", file, status=1)
+    assert told == f"Error: File exists: {file}\n"
     assert Path(file).read_bytes() == before
     missing = "/no/such/folder/x.db"
     told = flask(database, "backup", missing, status=1)
@@ -196,10 +195,9 @@ def test_backup_is_private_and_replaces_nothing(store, database, file):
 
 def test_backup_replaces_no_link_that_leads_nowhere(store, file):
     os.symlink("nowhere", file)
-    with pytest.raises(FileExistsError):
+    with pytest.raises(Unavailable, match="^File exists: "):
         backup(store, file)
     assert os.readlink(file) == "nowhere"
-    assert not os.path.exists(f"{file}.partial")
 
 
 def test_first_token_after_a_restore_without_one_has_the_id_1(store, file, open_target):
@@ -253,8 +251,8 @@ def test_backup_is_the_state_of_one_moment(store, file, tmp_path):
 
 
 def test_one_of_many_backups_to_one_file_is_made(source, file):
-    results = at_once(lambda _: backup(source, file), 4, errors=FileExistsError)
-    assert sum(isinstance(each, FileExistsError) for each in results) == 3
+    results = at_once(lambda _: backup(source, file), 4, errors=Unavailable)
+    assert sum(isinstance(each, Unavailable) for each in results) == 3
     with closing(sqlite3.connect(file)) as copy:
         assert copy.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
 
@@ -277,26 +275,17 @@ def test_database_that_holds_something_is_left_alone(
     assert everything(taken) == before
 
 
-def test_restore_does_not_wait_for_a_service_that_uses_the_database(
-    source, file, target, open_target
-):
+@on_sqlite
+def test_restore_waits_for_nobody_for_long(source, file, tmp_path):
     backup(source, file)
-    empty = open_target()
-    empty.list_tokens()
-    with ExitStack() as stack:
-        if target.startswith("postgresql://"):
-            limit = f"-c idle_in_transaction_session_timeout={LIMIT}s"
-            other = stack.enter_context(psycopg.connect(target, options=limit))
-            other.execute("SELECT * FROM token FOR UPDATE")
-        else:
-            other = stack.enter_context(closing(sqlite3.connect(target)))
+    with closing(store_on(str(tmp_path / "target.db"))) as empty:
+        empty.check()
+        with closing(sqlite3.connect(tmp_path / "target.db")) as other:
             other.execute("BEGIN IMMEDIATE")
-        with pytest.raises(Unavailable, match="lock"):
-            restore(empty, file)
-        other.rollback()
-    assert empty.list_accounts() == []
-    restore(empty, file)
-    assert everything(empty) == everything(source)
+            with pytest.raises(Unavailable, match="^database is locked: "):
+                restore(empty, file)
+        soon(lambda: restore(empty, file) or True)
+        assert everything(empty) == everything(source)
 
 
 RESTORE = """
@@ -308,7 +297,7 @@ engine = (PostgreSQL if "://" in sys.argv[1] else SQLite)(sys.argv[1])
 def wait():
     print("filled", flush=True)
     yield sys.stdin.read()
-engine.START_TRIGGERS = wait()
+backup.tables.RECOUNT = wait()
 backup.restore(engine, sys.argv[2])
 """
 
@@ -334,7 +323,7 @@ def test_kill_in_the_middle_leaves_the_database_empty(
 
 
 CONTENTS = {
-    "missing": (None, "the file cannot be opened"),
+    "missing": (None, "there is no such file"),
     "empty": (b"", "this is no backup of the service"),
     "text": (b"This is no database. " * 100, "file is not a database"),
 }
@@ -350,59 +339,47 @@ def test_file_that_is_no_backup_is_refused(store, database, file, content, reaso
     assert os.path.exists(file) == (content is not None)
 
 
-NO_POINT = r"the location of a Project is no GeoJSON Point \('[0-9a-f]{24}'\)"
-# What may be wrong with a backup, and what the refusal says.
+# What may be wrong with a backup, and what SQLite's refusal says, or that of PostgreSQL.
 FAULTS = {
     "another program's": ("PRAGMA application_id = 1", "this is no backup"),
     "layout 0": ("PRAGMA user_version = 0", "this is no backup"),
-    "layout -1": ("PRAGMA user_version = -1", "this is no backup"),
     "newer": ("PRAGMA user_version = 99", "a newer release made this backup"),
-    "missing table": ("DROP TABLE part", "part has other columns than id, project"),
+    "missing table": ("DROP TABLE part", "no such table: part"),
     "view": (
         "DROP TABLE part; CREATE VIEW part AS SELECT 'p' id, 'x' project, 'y' kind",
-        "part has other columns than id",
+        "no such table: part",
     ),
-    "virtual table": (
-        "DROP TABLE part; CREATE VIRTUAL TABLE part USING fts5(id, project, kind)",
-        "part has other columns than id",
-    ),
-    "more columns": (
-        "ALTER TABLE token ADD COLUMN notes TEXT",
-        "token has other columns than id, account, digest",
-    ),
-    "fewer columns": ("ALTER TABLE token DROP COLUMN expires_at", "token has other"),
-    "computed column": (
-        """ALTER TABLE token DROP COLUMN expires_at;
-        ALTER TABLE token ADD COLUMN expires_at INTEGER AS (id)""",
-        "token has other columns",
+    "fewer columns": (
+        "ALTER TABLE token DROP COLUMN expires_at",
+        "no such column: expires_at",
     ),
     "type": (
         "LOOSE token; UPDATE token SET created_at = 'soon'",
-        "cannot store TEXT value in INTEGER column token.created_at",
+        "cannot store TEXT value in INTEGER column token.created_at|invalid input syntax",
     ),
     "null": (
         "LOOSE token; UPDATE token SET account = NULL",
-        "NOT NULL constraint failed: token.account",
+        "NOT NULL constraint failed: token.account|null value in column",
     ),
     "equal tokens": (
         "LOOSE token; UPDATE token SET digest = x'01'",
-        "UNIQUE constraint failed: token.digest",
+        "UNIQUE constraint failed: token.digest|duplicate key value",
     ),
     "equal keys": (
         "LOOSE idempotency_key; INSERT INTO idempotency_key SELECT * FROM idempotency_key",
-        "UNIQUE constraint failed: idempotency_key.account, idempotency_key.key",
+        "UNIQUE constraint failed: idempotency_key.account|duplicate key value",
     ),
     "orphan": (
         "LOOSE part; UPDATE part SET project = 'no such'",
-        "FOREIGN KEY constraint failed",
+        "FOREIGN KEY constraint failed|insert or update on table .part. violates foreign",
     ),
     "bytes": (
         "UPDATE project SET name = CAST(x'61ff' AS TEXT)",
-        "project holds text that is not UTF-8",
+        "Could not decode to UTF-8 column 'name'",
     ),
     "bytes of a key": (
         "UPDATE idempotency_key SET key = CAST(x'61ff' AS TEXT)",
-        "idempotency_key holds text that is not UTF-8",
+        "Could not decode to UTF-8 column 'key'",
     ),
     "index of a function": (
         """CREATE INDEX i ON token (length(account)); PRAGMA writable_schema = ON;
@@ -413,84 +390,6 @@ FAULTS = {
         """CREATE TABLE "a\nb" (x); PRAGMA writable_schema = ON;
         UPDATE sqlite_schema SET sql = 'CREATE TABLE' WHERE name LIKE 'a_b'""",
         r"malformed database schema \(a b\)",
-    ),
-    "location": ("UPDATE project SET location = '[1' WHERE seq = 1", NO_POINT),
-    "location of one number": (
-        """UPDATE project SET location = '{"type":"Point","coordinates":[1]}'""",
-        NO_POINT,
-    ),
-    "location without a number": (
-        """UPDATE project SET location = '{"type":"Point","coordinates":[1,"2"]}'""",
-        NO_POINT,
-    ),
-    "location that is a number": ("UPDATE project SET location = '5'", NO_POINT),
-    "quoted revision": (
-        """UPDATE account SET revision = 'a"b' WHERE name = 'ann'""",
-        r"the revision of an account is not made of letters and digits \('ann'\)",
-    ),
-    "revision with U+0000": (
-        "UPDATE account SET revision = 'a' || char(0) || 'é' WHERE name = 'ann'",
-        r"the revision of an account is not made of letters and digits \('ann'\)",
-    ),
-    "escape in a name": (
-        "UPDATE token SET account = 'a' || char(27) || 'b'",
-        r"a name, a key or an ID is too long, or holds a control character \(.*\)",
-    ),
-    "long key": (
-        "UPDATE idempotency_key SET key = printf('%.2000c', 'k')",
-        r"a name, a key or an ID is too long, or holds a control character \(.*\)",
-    ),
-    "version": (
-        "UPDATE project SET version = 9223372036854775807 WHERE account = 'ann'",
-        r"a number is too small or too large \('[0-9a-f]{24}'\)",
-    ),
-    "last seq": (
-        "UPDATE account SET created = 9223372036854775807 WHERE name = 'ann'",
-        r"a number is too small or too large \('ann'\)",
-    ),
-    "seq 0": (
-        "UPDATE project SET seq = 0 WHERE account = 'ann'",
-        r"a number is too small or too large \('[0-9a-f]{24}'\)",
-    ),
-    "token -7": (
-        "UPDATE token SET id = -7 WHERE id = 1",
-        r"a number is too small or too large \(-7\)",
-    ),
-    "location with two types": (
-        """UPDATE project SET location = '{"type":"Point","type":"Point","coordinates":[1,2]}'""",
-        NO_POINT,
-    ),
-    "last token": (
-        "UPDATE sqlite_sequence SET seq = 9223372036854775807 WHERE name = 'token'",
-        r"a number is too small or too large \('token'\)",
-    ),
-    "count": (
-        "UPDATE account SET projects = 0 WHERE name = 'ann'",
-        r"an account has the wrong count of its Projects \('ann'\)",
-    ),
-    "counter": (
-        "UPDATE account SET created = 0 WHERE name = 'ann'",
-        r"an account has the wrong count of its Projects \('ann'\)",
-    ),
-    "no account": (
-        "DELETE FROM account WHERE name = 'ann'",
-        r"an account has the wrong count of its Projects \('ann'\)",
-    ),
-    "account without Projects": (
-        "INSERT INTO account VALUES ('ghost', 'r', 7, 7)",
-        r"an account has the wrong count of its Projects \('ghost'\)",
-    ),
-    "far future": (
-        "UPDATE token SET expires_at = 9e18",
-        r"a time is not between the years 1970 and 9999 \(1\)",
-    ),
-    "lower sequence": (
-        "UPDATE sqlite_sequence SET seq = 1 WHERE name = 'token'",
-        r"a token has an ID above the last one \(2\)",
-    ),
-    "sequence": (
-        "UPDATE sqlite_sequence SET seq = '1; DROP TABLE token'",
-        "the last ID of a token is no integer",
     ),
 }
 
@@ -513,7 +412,7 @@ def test_bad_backup_is_refused_in_one_line(
     spoil(file, script)
     before = Path(file).read_bytes()
     told = flask(target, "restore", file, status=1)
-    assert re.fullmatch(f"Error: {reason}[^\n]*: {file}\n", told)
+    assert re.fullmatch(f"Error: ({reason})[^\n]*: {file}\n", told)
     assert everything(open_target())[1:] == ([], [])
     assert Path(file).read_bytes() == before
 
@@ -552,20 +451,9 @@ def test_damaged_backup_is_refused_or_can_be_read(filled, tmp_path):
                 assert "\n" not in str(error)
                 assert store.list_accounts() == []
             for account in store.list_accounts():
-                projects = json.loads(store.list_projects(account.name, ()).document)
+                projects = json.loads(store.list_projects(account.name).document)
                 assert len(projects) == account.projects
     assert 10 < refused < 40
-
-
-def test_backup_without_the_last_id_of_a_token_is_refused(filled, target, file):
-    with closing(sqlite3.connect(filled)) as good:
-        lines = [line for line in good.iterdump() if "sqlite_sequence" not in line]
-    with closing(sqlite3.connect(file)) as bad:
-        bad.executescript("".join(lines).replace("AUTOINCREMENT", ""))
-        bad.executescript(f"PRAGMA application_id = {APPLICATION_ID}")
-        bad.executescript(f"PRAGMA user_version = {LAYOUT}")
-    told = flask(target, "restore", file, status=1)
-    assert told == f"Error: the last ID of a token is missing: {file}\n"
 
 
 def test_file_in_another_encoding_a_folder_or_a_pipe_is_refused(target, tmp_path):
@@ -610,46 +498,49 @@ def test_backup_of_an_older_release_is_brought_up_to_date(
     restore(restored, file)
     accounts = [(a.name, a.projects, a.tokens) for a in restored.list_accounts()]
     assert accounts == [("ann", 2, 1), ("bob é", 1, 0), ("eve", 0, 1)]
-    assert restored.list_projects("ann", (), Page(0, 1, 2)).next_after is None
+    assert restored.list_projects("ann", Page(0, 1, 2)).next_after is None
     restored.create_project("ann", {}, "key")
-    assert restored.list_projects("ann", (), Page(0, 1, 2)).next_after == 5
+    assert restored.list_projects("ann", Page(0, 1, 2)).next_after == 5
     assert Path(file).read_bytes() == before
 
 
-FSYNC = {"x86_64": "74", "aarch64": "82"}.get(os.uname().machine)  # to the kernel
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_interrupted_backup_leaves_nothing_for_long(store, database, tmp_path, number):
-    """Nothing at all, or what the next backup removes, whatever its name."""
-    for _ in range(40):
-        store.create_project("ann", {"name": "x" * 1000})
+@needs("strace")
+def test_killed_backup_leaves_nothing_that_looks_like_one(store, database, tmp_path):
+    store.create_project("ann", {})
     folder = tmp_path / "backups"
     folder.mkdir()
-    # In the background of a shell, SIGINT would be ignored.
-    command = ["env", "--default-signal=INT"]
-    command += ["strace", "-f", "-qq", "-o", os.devnull, "-e"]
-    command += ["inject=fsync:delay_enter=20000000"]  # microseconds
-    command += [BIN / "flask", "backup", str(folder / "one.db")]
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment_of(database), stderr=subprocess.DEVNULL
-    ) as process:
-        wait_for(lambda: list(folder.glob("*/backup.db")))
+    stop = "inject=fsync:delay_enter=20000000"  # microseconds
+    strace = ["strace", "-f", "-qq", "-o", os.devnull, "-e", stop]
+    command = [*strace, BIN / "flask", "backup", str(folder / "one.db")]
+    with subprocess.Popen(command, env=environment_of(database), cwd=ROOT) as process:
+        wait_for(lambda: list(folder.glob("*")))
         [traced] = workers(process)
-        # A signal at any other stop could be lost with strace.
-        now = Path(f"/proc/{traced}/syscall")
-        wait_for(lambda: now.read_text().split()[0] == FSYNC)
-        with open(os.pidfd_open(traced)) as ended:
-            os.kill(traced, number)
-            process.kill()
-            assert select.select([ended], [], [], LIMIT)[0]
-    if number == signal.SIGKILL:
-        [left] = folder.iterdir()
-        wait_for(lambda: not is_flocked(left))
-        flask(database, "backup", str(folder / "two.db"))
-        assert [path.name for path in folder.iterdir()] == ["two.db"]
-    else:
-        assert list(folder.iterdir()) == []
+        os.kill(traced, signal.SIGKILL)
+        process.kill()
+    assert not [path for path in folder.iterdir() if path.suffix == ".db"]
+    flask(database, "backup", str(folder / "one.db"))
+    assert [path.name for path in folder.glob("*.db")] == ["one.db"]
+
+
+@on_sqlite
+def test_file_that_appears_during_a_backup_is_not_replaced(source, file, monkeypatch):
+    """On a file system with links, and on one without."""
+    for link in (os.link, None):
+        with pytest.raises(FileExistsError), new_file(file) as unnamed:
+            Path(unnamed).write_text("a backup")
+            Path(file).write_text("theirs")
+            if link is None:
+                monkeypatch.setattr(os, "link", refuse)
+        assert Path(file).read_text() == "theirs"
+        os.remove(file)
+    with new_file(file) as unnamed:
+        Path(unnamed).write_text("a backup")
+    assert Path(file).read_text() == "a backup"
+    assert os.listdir(os.path.dirname(file)).count("backup.db") == 1
+
+
+def refuse(*_):
+    raise PermissionError(1, "Operation not permitted")  # as Linux says of FAT
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
@@ -720,19 +611,17 @@ def test_backup_may_take_longer_than_a_request(store, raw, file):
 @needs("strace")
 def test_backup_is_on_the_disk_before_it_has_its_name(store, database, file, tmp_path):
     """By an fsync of our own, whatever SQLite does."""
-    calls = "trace=fsync,rename,renameat,renameat2"
+    calls = "trace=fsync,link,linkat"
     command = ["strace", "-f", "-qq", "-y", "-o", tmp_path / "calls", "-e", calls]
     environment = os.environ | {"FLASK_DATABASE": database}
-    environment["PYTHONDONTWRITEBYTECODE"] = "1"  # which renames files of its own
     run(*command, BIN / "flask", "backup", file, environment=environment)
     made = re.findall(
-        r"(fsync|rename).*?([^/]+)[>\"][),]", (tmp_path / "calls").read_text()
+        r"(fsync|link).*?([^/]+)[>\"][),]", (tmp_path / "calls").read_text()
     )
-    assert made == [
-        ("fsync", "backup.db"),
-        ("rename", "backup.db"),
-        ("fsync", tmp_path.name),
+    made = [
+        (call, re.sub("gardening-.*partial", "partial", name)) for call, name in made
     ]
+    assert made == [("fsync", "partial"), ("link", "partial"), ("fsync", tmp_path.name)]
 
 
 BACK_UP = """
@@ -765,9 +654,9 @@ def test_backup_can_be_served_as_it_is(store, file):
     store.create_project("ann", {})
     backup(store, file)
     with closing(store_on(file)) as copy:
-        before = copy.list_projects("ann", ()).etag
+        before = copy.list_projects("ann").etag
         id = copy.create_project("ann", {}).id
-        assert copy.list_projects("ann", ()).etag != before
+        assert copy.list_projects("ann").etag != before
         copy.delete_project("ann", id)
         assert [account.projects for account in copy.list_accounts()] == [1]
 
@@ -788,19 +677,6 @@ def test_backup_that_has_lost_a_token_is_damaged(filled, tmp_path, open_target):
         restore(open_target(), file)
 
 
-@on_sqlite
-def test_restore_leaves_no_connection_to_the_backup(store, filled):
-    """Others would have it attached, and keep it open."""
-    restore(store, filled)
-    store.list_tokens()
-    opened = [
-        os.readlink(file)
-        for file in Path("/proc/self/fd").iterdir()
-        if file.is_symlink()
-    ]
-    assert filled not in opened
-
-
 @pytest.mark.parametrize("member", ["name", "postal_code"])
 def test_u0000_of_an_older_release_is_refused_by_postgresql_alone(
     filled, tmp_path, target, member
@@ -810,8 +686,7 @@ def test_u0000_of_an_older_release_is_refused_by_postgresql_alone(
         copy.execute(f"UPDATE project SET {member} = ?", ["a\0"])
     if target.startswith("postgresql://"):
         told = flask(target, "restore", file, status=1)
-        reason = r"U\+0000, which PostgreSQL cannot hold, is in the Project"
-        assert re.fullmatch(f"Error: {reason} '[0-9a-f]{{24}}': {file}\n", told)
+        assert "NUL" in told and told.count("\n") == 1
     else:
         flask(target, "restore", file)
 
@@ -823,11 +698,46 @@ def test_one_backup_leaves_another_alone_that_is_being_made(source, tmp_path):
             assert copy.execute("SELECT count(*) FROM project").fetchall() == [(19,)]
 
 
-@on_sqlite
-def test_signals_mean_after_a_backup_what_they_meant_before(store, database, file):
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
-        flask(database, "backup", file)
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    finally:
-        signal.signal(signal.SIGTERM, before)
+# What only an operator's own SQL can do; the file is whole, and what is counted is counted.
+MENDED = {
+    "renamed account": """UPDATE project SET account = 'eve' WHERE account = 'ann';
+        UPDATE token SET account = 'eve' WHERE account = 'ann'""",
+    "no counters": "UPDATE account SET created = 0, projects = 7",
+    "no account": "DELETE FROM account",
+}
+
+
+@pytest.mark.parametrize("script", MENDED.values(), ids=MENDED)
+def test_what_is_counted_is_counted_anew(filled, open_target, tmp_path, script):
+    file = shutil.copy(filled, tmp_path)
+    spoil(file, script)
+    restored = open_target()
+    restore(restored, file)
+    name = "eve" if "eve" in script else "ann"
+    counts = {account.name: account.projects for account in restored.list_accounts()}
+    assert counts == {"ann": 0, name: 1, "bob": 60}
+    for account, count in ((name, 1), ("bob", 60)):
+        assert len(json.loads(restored.list_projects(account).document)) == count
+        restored.create_project(account, {})
+        assert restored.list_projects(account, Page(0, count)).next_after == count
+
+
+HOSTILE = """
+CREATE TABLE theirs (x);
+CREATE TRIGGER "no ""name" AFTER UPDATE ON account BEGIN DELETE FROM token; END;
+CREATE VIEW "a ""view" AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i FROM n)
+    SELECT i FROM n;
+CREATE TRIGGER endless AFTER UPDATE ON account
+    BEGIN INSERT INTO theirs SELECT i FROM "a ""view"; END;
+"""
+
+
+@pytest.mark.parametrize("layout", range(1, LAYOUT + 1), ids="layout-{}".format)
+def test_nothing_in_a_backup_is_run(tmp_path, file, open_target, layout):
+    with closing(sqlite3.connect(tmp_path / "theirs.db")) as theirs:
+        lay_out(theirs, layout)
+        theirs.executescript(HOSTILE)
+        theirs.execute("VACUUM INTO ?", [file])
+    restored = open_target()
+    restore(restored, file)
+    assert len(restored.list_tokens()) == 2

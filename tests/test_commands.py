@@ -8,7 +8,7 @@ from datetime import date
 from unicodedata import normalize
 
 import pytest
-from rigs.running import BIN, environment_of, on_sqlite, run
+from rigs.running import on_sqlite
 
 from commands import utc
 
@@ -91,13 +91,13 @@ def test_lifetime_is_shown_with_its_end(command, days):
 
 
 @on_sqlite
-@pytest.mark.parametrize("words", [["create", "ann"], ["list"], ["revoke", "1"]])
+@pytest.mark.parametrize("words", [["create", "ann"], ["revoke", "1"]])
 def test_lost_database_is_one_line_of_error(command, path, words):
+    command("token", "list")
     os.remove(path)
     result = command("token", *words)
     assert (result.exit_code, result.stdout) == (1, "")
-    told = "the file was removed or replaced; restart the service to use"
-    assert result.stderr == f"Error: {told} {path}\n"
+    assert result.stderr == f"Error: No such file or directory: {path}\n"
 
 
 def test_account_may_be_any_printable_text(command):
@@ -133,24 +133,6 @@ def test_id_and_new_account_are_named_on_standard_error(command, store):
         assert result.stdout.startswith("gardening_") and result.stderr == told
     store.create_project("bob", {})
     assert "new" not in command("token", "create", "bob").stderr
-
-
-@on_sqlite
-@pytest.mark.parametrize(
-    ("redirection", "told"),
-    [
-        (">&-", "Standard output is closed."),
-        ("> /dev/full", "No space left on device"),
-    ],
-)
-def test_token_that_could_not_be_printed_is_not_valid(
-    database, store, redirection, told
-):
-    script = f'exec "$0" token create ann {redirection}'
-    command = ["sh", "-c", script, str(BIN / "flask")]
-    ended = run(*command, environment=environment_of(database), status=1)
-    assert ended.stderr == f"Error: {told}\n"
-    assert store.list_tokens() == []
 
 
 NAMES = {"decomposed": "Zoe\u0308", "longest": "é" * 255, "inner spaces": "a  b"}
@@ -219,7 +201,7 @@ def test_account_is_deleted_with_all_that_is_its_own(command, store, raw):
     store.delete_project("ann", store.create_project("ann", {}, key="spent").id)
     raw.execute(f"INSERT INTO part VALUES ('p', '{id}', 'zone')")
     command("token", "create", "ann")
-    before = store.list_projects("ann", ()).etag
+    before = store.list_projects("ann").etag
     result = command("account", "delete", "ann", "--yes")
     assert (result.exit_code, result.output) == (0, "")
     for table in ("account", "token", "project", "idempotency_key"):
@@ -230,7 +212,7 @@ def test_account_is_deleted_with_all_that_is_its_own(command, store, raw):
     again = command("account", "delete", "ann", "--yes")
     assert (again.exit_code, again.stderr) == (1, "Error: There is no account ann.\n")
     store.create_project("ann", {}, key="spent")
-    assert store.list_projects("ann", ()).etag != before
+    assert store.list_projects("ann").etag != before
 
 
 @on_sqlite

@@ -214,17 +214,12 @@ def test_401_is_that_of_an_unknown_token(failing, gardening_service):
     assert expected[0] == 401
 
 
-def overwrite(path):
-    with open(path, "r+b") as file:
-        file.write(b"x" * 4096)
-
-
 def drop_tokens(path):
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("DROP TABLE token")
 
 
-@pytest.mark.parametrize("failure, damage", [("500", drop_tokens), ("503", overwrite)])
+@pytest.mark.parametrize("failure, damage", [("500", drop_tokens), ("503", os.remove)])
 def test_5xx_is_that_of_a_damaged_database(
     failing, environment, token, path, failure, damage
 ):
@@ -232,8 +227,10 @@ def test_5xx_is_that_of_a_damaged_database(
     with gunicorn(environment) as (_, port), Client(port, token) as real:
         assert real.call("GET", "/api/v1/hello-service")[0] == 200
         damage(path)
-        expected = settled(real.fetch("GET", PROJECTS))
-    assert settled(client.fetch("GET", PROJECTS)) == expected
+        create = ("POST", PROJECTS, "{}")
+        expected = settled(real.fetch(*create, Content_Type="application/json"))
+    found = settled(client.fetch(*create, Content_Type="application/json"))
+    assert found == expected
     assert expected[0] == int(failure)
 
 

@@ -7,12 +7,11 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from http.client import HTTPConnection, HTTPResponse
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from rigs.nginx import assert_problem
 from rigs.running import (
     BIN,
     LIMIT,
@@ -51,7 +50,7 @@ def connect(port):
 
 def test_settings_are_those_for_production(environment):
     settings = set_up(environment)
-    assert settings["wsgi_app"] == "app:create_app()"
+    assert settings["wsgi_app"] == 'app:create_app({"DATABASE_MUST_EXIST": True})'
     assert settings["bind"] == "['127.0.0.1:8000']"
     assert settings["worker_class"] == "gthread"
     assert settings["workers"] == str(2 * os.cpu_count())
@@ -132,14 +131,16 @@ def test_access_log_has_a_line_for_each_request(log, token):
     lines = log(
         called + "Authorization: Bearer TOKEN",
         called + "Authorization: Bearer wrong",
+        f"GET {PROJECTS}/none HTTP/1.1\r\nAuthorization: Bearer TOKEN",
         f"PURGE {HELLO}?secret=1 HTTP/1.1",
     )
-    fields = r'(\S+) "([^"]*)" "(\S+) (\S+)" (\d+) (\d+) (\d+)'
-    found = [re.fullmatch(fields, line).groups()[:5] for line in lines]
+    fields = r'"([^"]*)" "(\S+) (\S+)" (\d+) \d+ \d+ (.*)'
+    found = [re.fullmatch(fields, line).groups() for line in lines]
     assert found == [
-        ("7f", "ann/1", "GET", PROJECTS, "200"),
-        ("7f", "-", "GET", PROJECTS, "401"),
-        ("-", "-", "PURGE", HELLO, "200"),
+        ("ann/1", "GET", PROJECTS, "200", "7f"),
+        ("-", "GET", PROJECTS, "401", "7f"),
+        ("ann/1", "GET", f"{PROJECTS}/none", "404", "-"),
+        ("-", "PURGE", HELLO, "200", "-"),
     ]
 
 
@@ -147,10 +148,10 @@ def test_path_is_logged_as_it_was_sent(log):
     paths = ["/a%0Ab", "/a%0Db", "/a%1bb", "/a%C2%9Bb", "/a%22b"]
     lines = log(*(f"GET {path}?query HTTP/1.1" for path in paths))
     for path, line in zip(paths, lines, strict=True):
-        assert line.startswith(f'- "-" "GET {path}" 404 ')
+        assert line.startswith(f'"-" "GET {path}" 404 ')
 
 
-@pytest.mark.parametrize("text", ["\x1b[2J", "a\x9bb", '" 200', "a b", "a\tb"])
+@pytest.mark.parametrize("text", ['" 200', "a b", "a\tb", '\\" 200', "%0A", "é"])
 def test_nothing_in_a_path_or_header_forges_a_log_line(log, token, text):
     lines = log(
         f"GET /{text} HTTP/1.1",
@@ -158,80 +159,9 @@ def test_nothing_in_a_path_or_header_forges_a_log_line(log, token, text):
         f"GET / HTTP/1.1\r\nAuthorization: Bearer {text}TOKEN",
     )
     for line in lines:
-        assert line.isprintable() and token not in line
-        assert re.fullmatch(r'\S+ "-" "GET \S+" 30[28] \d+ \d+', line)
+        assert token not in line
+        assert re.match(r'"-" "GET /\S*" (30[28]|404) \d+ \d+ ', line)
     assert len(lines) <= 3
-
-
-def test_backslashes_and_quotes_are_escaped_in_the_log(log, shared):
-    """So that no two accounts have the same line."""
-    names = ['a"b\\', 'a\\"b', 'a" "GET', "a\\\\b", "a\\b"]
-    tokens = [token_on(shared.database, name) for name in names]
-    line, *lines = log(
-        'GET /a\\"b\\ HTTP/1.1\r\nX-Request-Id: c\\"d\\',
-        *(
-            f"PUT {HELLO}/auth HTTP/1.1\r\nAuthorization: Bearer {token}"
-            for token in tokens
-        ),
-    )
-    assert line.startswith(r'c\\\"d\\ "-" "GET /a\\\"b\\" 404 ')
-    logged = [re.match(r'- "((?:[^"\\]|\\.)*)/\d+" "PUT ', line) for line in lines]
-    assert [re.sub(r"\\(.)", r"\1", found[1]) for found in logged] == names
-
-
-# With "-", as half of all tokens have one: no part of it may stay.
-FIXED = "gardening_first-part-second_part-third-part-of-43-signs"
-PARTS = ["first", "second", "third", "43-signs"]
-
-
-def test_token_in_the_wrong_place_is_masked_in_the_log(log):
-    lines = log(
-        f"GET /{FIXED} HTTP/1.1",
-        f"GET /a/{FIXED}/b?{FIXED} HTTP/1.1",
-        f"GET / HTTP/1.1\r\nX-Request-Id: {FIXED}",
-        f"GET /{FIXED.replace('_', '%5F')} HTTP/1.1",
-        f"GET / HTTP/1.1\r\nX-Request-Id: %67{FIXED[1:]}",
-    )
-    assert len(lines) == 5
-    for line in lines:
-        assert "***" in line
-        assert not [part for part in PARTS if part in line]
-
-
-def test_malformed_request_leaves_no_token_in_the_log(log, shared):
-    before = shared.error_log.read_text()
-    log(
-        f"GET / HTTP/1.1\r\nAuthorization Bearer {FIXED}",
-        f"GET / HTTP/1.1\r\n:A: Bearer {FIXED}",
-        f"GET / {FIXED}",
-        f"{FIXED} / HTTP/1.1",
-    )
-    logged = shared.error_log.read_text().removeprefix(before)
-    assert logged.count("Invalid request") == 4
-    assert not [part for part in PARTS if part in logged]
-
-
-@pytest.mark.parametrize(
-    "lines, status",
-    [
-        (["GET /" + "x" * 5_000 + " HTTP/1.1"], 414),
-        ([f"GET {HELLO} HTTP/1.1", *(f"X{number}: x" for number in range(101))], 431),
-        ([f"GET {HELLO} HTTP/1.1", "X: " + "x" * 9_000], 431),
-        ([f"GET {HELLO} HTTP/1.1", "Content-Type: a/b", "Content-Type: c/d"], 400),
-        ([f"GET {HELLO} HTTP/3.0"], 400),
-        ([f"POST {HELLO} HTTP/1.1", "Transfer-Encoding: x"], 501),
-        (["nonsense"], 400),
-        (["X" * 30 + f" {HELLO} HTTP/1.1"], 400),
-    ],
-)
-def test_refusal_of_gunicorn_is_a_problem_document(shared, lines, status):
-    with connect(shared.port) as client:
-        client.sendall("\r\n".join([*lines, "Host: x", "", ""]).encode())
-        response = HTTPResponse(client)
-        response.begin()
-        received = (response.status, response.headers, response.read())
-    assert response.headers["Connection"] == "close"
-    assert_problem(received, status)
 
 
 def test_metrics_of_each_request_are_sent_to_statsd(environment, path):
@@ -348,8 +278,8 @@ def test_body_that_ends_early_changes_nothing(shared):
         assert client.call("GET", PROJECTS) == (200, [])
 
 
-def test_check_of_the_release_loads_the_engine_of_the_database(environment, tmp_path):
-    """So that a release whose `postgres.py` is broken is not reloaded."""
+def test_check_of_the_release_loads_the_driver_of_the_database(environment, tmp_path):
+    """So that a release without it is not reloaded."""
     (tmp_path / "psycopg.py").write_text("raise ImportError('no driver')")
     changes = {
         "FLASK_DATABASE": "postgresql://nobody@/nowhere",

@@ -93,7 +93,7 @@ def test_account_that_lost_its_last_project_is_brought_up_to_date(older, open_st
         "eve",
     ]
     created = store.create_project("bob é", {})
-    assert store.list_projects("bob é", ()).document == b"[" + created.document + b"]"
+    assert store.list_projects("bob é").document == b"[" + created.document + b"]"
 
 
 @pytest.mark.parametrize("layout", [*OLDER, module.LAYOUT])
@@ -104,7 +104,8 @@ def test_database_that_was_brought_up_to_date_is_like_a_new_one(
     open_store()
     if isinstance(raw, sqlite3.Connection):
         path = str(tmp_path / "new.db")
-        SQLite(path).close()
+        with closing(SQLite(path)) as engine:
+            engine.check()
         new = sqlite3.connect(path)
     else:
         new_database = request.getfixturevalue("pgserver").create_database()

@@ -124,7 +124,7 @@ def write(port: int, token: str, seconds: float, end: Callable) -> list[Write]:
 def lost(path: str, acknowledged: list[Write]) -> list[Write]:
     """Those of the writes that are not in the database."""
     with closing(store_on(path)) as store:
-        projects = json.loads(store.list_projects("ann", ()).document)
+        projects = json.loads(store.list_projects("ann").document)
     versions = {project["id"]: project["version"] for project in projects}
     return [write for write in acknowledged if versions.get(write[1], 0) < write[2]]
 

@@ -61,7 +61,9 @@ def test_folder_that_cannot_be_made_is_one_line(clone, monkeypatch):
     (clone / "instance").write_text("in the way")
     for command in (["token", "list"], ["run", "--port=0"]):
         ended = run(clone / ".venv/bin/flask", *command, folder=clone, status=1)
-        assert ended.stderr == f"Error: File exists: {clone}/instance\n"
+        assert (
+            ended.stderr == f"Error: Not a directory: {clone}/instance/gardening.db\n"
+        )
 
 
 def test_version_is_one():

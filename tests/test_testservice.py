@@ -24,7 +24,7 @@ from rigs.outside import (
     refuses,
     steer,
 )
-from rigs.running import LIMIT, PROJECTS, ROOT, at_once, port_of, run, wait_for
+from rigs.running import LIMIT, PROJECTS, ROOT, at_once, run, wait_for
 
 from app import create_app
 
@@ -214,16 +214,6 @@ def test_only_the_test_service_can_be_steered(gardening_service):
     app = create_app({"DATABASE": ":memory:"})
     assert not [rule for rule in app.url_map.iter_rules() if "/test" in rule.rule]
     app.extensions["store"].close()
-
-
-def test_malformed_request_gets_the_response_of_production(gardening_service):
-    address = ("127.0.0.1", port_of(gardening_service.url))
-    with socket.create_connection(address, LIMIT) as connection:
-        connection.sendall(b"GET / HTTP/9.9\r\n\r\n")
-        response = http.client.HTTPResponse(connection)
-        response.begin()
-        assert response.headers["Content-Type"] == "application/problem+json"
-        assert json.load(response)["status"] == response.status == 400
 
 
 def test_sixty_slow_requests_take_three_seconds_and_hold_up_nobody(gardening_service):
