@@ -1,18 +1,21 @@
 """Every error as a problem document (RFC 9457); those of the store are in one table."""
 
 import json
+from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import NamedTuple
+from http import HTTPStatus
+from typing import Any, NamedTuple
 
 from flask import Flask, Response, current_app
 from marshmallow import ValidationError
-from werkzeug import exceptions as http
+from werkzeug.exceptions import HTTPException
 
 from engines.base import OutcomeUnknown, Unavailable
 from store import KeyReused, KeySpent, NotFound, Stale
 
-RETRY_AFTER = 5  # seconds
-TITLES = {413: "Content Too Large", 422: "Unprocessable Content"}  # RFC 9110's phrases
+RETRY = {"Retry-After": "5"}  # seconds
+# RFC 9110's phrases, where that of a Python is older.
+TITLES = {413: "Content Too Large", 422: "Unprocessable Content"}
 DETAILS = {  # in place of Werkzeug's
     404: "There is no such path.",
     405: "This path does not take this method; see the header Allow.",
@@ -25,7 +28,9 @@ class Answer(NamedTuple):
 
     status: int
     detail: str
-    type: str = "about:blank"  # a URN only where programs must tell two errors apart
+    # A type only where programs must tell two errors apart. Every 422 has `errors`.
+    members: Mapping[str, object] = {}
+    headers: Mapping[str, str] = {}
 
 
 STORE_ERRORS = {
@@ -37,56 +42,62 @@ STORE_ERRORS = {
     KeyReused: Answer(
         422,
         "This Idempotency-Key was used with other members.",
-        "urn:gardening:key-reused",
+        {"type": "urn:gardening:key-reused", "errors": {}},
     ),
     KeySpent: Answer(
         409,
         "The Project of this Idempotency-Key has been deleted.",
-        "urn:gardening:key-spent",
+        {"type": "urn:gardening:key-spent"},
     ),
     Unavailable: Answer(
-        503, "The database is unavailable; nothing was changed. Try again later."
+        503,
+        "The database is unavailable; nothing was changed. Try again later.",
+        headers=RETRY,
     ),
     OutcomeUnknown: Answer(
         503,
         "The change may have been made, or not: read before you repeat it.",
-        "urn:gardening:outcome-unknown",
+        {"type": "urn:gardening:outcome-unknown"},
+        RETRY,
     ),
 }
 
 
 def add_to(app: Flask) -> None:
-    app.register_error_handler(http.HTTPException, problem)
+    app.register_error_handler(HTTPException, on_http_error)
     app.register_error_handler(ValidationError, on_invalid)
     for kind, answer in STORE_ERRORS.items():
         app.register_error_handler(kind, partial(on_store_error, answer))
 
 
-def problem(error: http.HTTPException, **members: object) -> Response:
-    """A problem document, with the headers that the error brings along."""
-    code, detail = error.code or 500, error.description
-    if detail == type(error).description:  # Werkzeug's
-        detail = DETAILS.get(code, detail)
-    title = TITLES.get(code, error.name)
-    document = {"type": "about:blank", "title": title, "status": code, "detail": detail}
-    body = json.dumps(document | members)
-    response = Response(body, f"{code} {title}", error.get_headers())
-    response.content_type = "application/problem+json"
-    response.cache_control.no_store = True
-    return response
+def on_http_error(error: HTTPException) -> Response:
+    status = error.code or 500
+    detail = DETAILS.get(status, error.description)
+    return problem(status, detail, headers=error.get_headers())
 
 
 def on_invalid(error: ValidationError) -> Response:
     detail = "Correct the members or parameters that `errors` names."
-    return problem(http.UnprocessableEntity(detail), errors=error.messages)
+    return problem(422, detail, {"errors": error.messages})
 
 
 def on_store_error(answer: Answer, error: Exception) -> Response:
-    members: dict[str, object] = {"type": answer.type}
-    if answer.status == 422:
-        members["errors"] = {}  # every 422 has it, though here no one member is wrong
-    response = problem(http.default_exceptions[answer.status](answer.detail), **members)
-    if answer.status == 503:
+    if isinstance(error, Unavailable):
         current_app.logger.error("Database unavailable: %s", error)
-        response.retry_after = RETRY_AFTER
+    return problem(*answer)
+
+
+def problem(
+    status: int,
+    detail: str | None,
+    members: Mapping[str, object] = {},
+    headers: Mapping[str, str] | Iterable[tuple[str, str]] = {},
+) -> Response:
+    """A problem document with these members, which no cache keeps."""
+    title = TITLES.get(status, HTTPStatus(status).phrase)
+    document: dict[str, Any] = {"type": "about:blank", "title": title, "status": status}
+    body = json.dumps(document | {"detail": detail} | dict(members))
+    response = Response(body, f"{status} {title}", dict(headers))
+    response.content_type = "application/problem+json"
+    response.cache_control.no_store = True
     return response

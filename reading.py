@@ -77,14 +77,12 @@ def read_json() -> Any:
             parse_constant=reject_constant,
             object_pairs_hook=reject_duplicates,
         )
-    except UnicodeDecodeError as error:
-        reason = f"byte {error.start + 1} is not UTF-8"
     except json.JSONDecodeError as error:
         reason = f"see line {error.lineno}, column {error.colno}"
-    except ValueError:  # from reject_constant or int()
-        reason = "it holds NaN, Infinity or an integer of thousands of digits"
-    except RecursionError:
-        reason = "it is nested too deeply"
+    except (ValueError, RecursionError):
+        reason = (
+            "it is not UTF-8, is nested too deeply, or holds what is no number of JSON"
+        )
     raise http.BadRequest(f"The body is not JSON: {reason}.")
 
 

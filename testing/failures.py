@@ -6,12 +6,10 @@ operators' configuration.
 """
 
 import errno
-import json
 import secrets
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from http import HTTPStatus
 from typing import Any, NamedTuple
 from wsgiref.types import StartResponse, WSGIEnvironment
 
@@ -21,6 +19,7 @@ from marshmallow import Schema, ValidationError, fields, validate
 from app import create_app
 from auth import BadName, account_name, bearer_token, issue_token
 from engines.base import OutcomeUnknown, Unavailable
+from problems import problem
 from reading import read_json
 from schemas import NOT_AN_OBJECT
 from store import Caller, Store
@@ -70,22 +69,13 @@ class FailingStore(Store):
         return None if failure.is_revoked else super().find_caller(digest)
 
 
-class Flag(fields.Boolean):
-    """true or false, and no number that equals one."""
-
-    def _deserialize(self, value: Any, *args: Any, **kwargs: Any) -> bool:
-        if not isinstance(value, bool):
-            raise self.make_error("invalid", input=value)
-        return value
-
-
 class TokenSchema(Schema):
     """The body of POST /test/tokens; null is the same as absent."""
 
     error_messages = NOT_AN_OBJECT
 
     account = fields.String(load_default=None)
-    expired = Flag(load_default=None)
+    expired = fields.Boolean(load_default=None)
     fail = fields.List(fields.Raw(validate=KNOWN), load_default=None)
 
 
@@ -117,7 +107,9 @@ class FailingService:
         if failure.is_closed:
             raise ConnectionResetError(errno.ECONNRESET, PLANNED)  # gunicorn closes it
         if failure.status:
-            return refusal(failure)(environ, start_response)
+            headers = {"Retry-After": str(failure.retry_after)}
+            answer = problem(failure.status, failure.detail, headers=headers)
+            return answer(environ, start_response)
         return self._app({**environ, FAILURE: failure}, start_response)
 
     def _next_failure(self, environ: WSGIEnvironment) -> Failure:
@@ -149,19 +141,10 @@ class FailingService:
         return self.issue_token({} if is_empty else read_json()), 201
 
     def get_token(self, token: str) -> dict[str, Any]:
-        issued = self._issued.get(token) or abort(404, NO_TOKEN)
+        issued = self._issued.get(token) or abort(problem(404, NO_TOKEN))
         return {"account": issued.account, "fail": issued.plan}
 
     def delete_token(self, token: str) -> tuple[str, int]:
-        issued = self._issued.pop(token, None) or abort(404, NO_TOKEN)
+        issued = self._issued.pop(token, None) or abort(problem(404, NO_TOKEN))
         self._store.revoke_token(issued.id)
         return "", 204
-
-
-def refusal(failure: Failure) -> Response:
-    """What the proxy says."""
-    title = HTTPStatus(failure.status).phrase
-    problem = {"type": "about:blank", "status": failure.status, "title": title}
-    body = json.dumps(problem | {"detail": failure.detail})
-    headers = {"Cache-Control": "no-store", "Retry-After": str(failure.retry_after)}
-    return Response(body, failure.status, headers, None, "application/problem+json")

@@ -260,7 +260,7 @@ def test_fixture_of_a_service_that_does_not_start_says_why(tmp_path, their_envir
     their_environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     command = [sys.executable, "-m", "pytest", "-p", PLUGIN]
     ended = run(*command, status=1, folder=tmp_path, environment=their_environment)
-    assert "The service did not start:" in ended.stdout
+    assert "The service did not start." in ended.stdout
     assert "RuntimeError: no soil" in ended.stdout
 
 

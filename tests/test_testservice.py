@@ -24,7 +24,7 @@ from rigs.outside import (
     refuses,
     steer,
 )
-from rigs.running import LIMIT, PROJECTS, ROOT, at_once, run, wait_for
+from rigs.running import LIMIT, PROJECTS, ROOT, at_once, run, wait_for, workers
 
 from app import create_app
 
@@ -113,12 +113,13 @@ def issue(url, **members):
     return issued["token"]
 
 
-def test_it_is_one_process_that_says_where_it_is(service):
+def test_it_is_two_processes_that_say_where_they_are(service):
     ready = service.read()
     assert ready == {"url": ready["url"], "token": ready["token"]}
     assert call_projects(**ready, method="POST", body={"name": "Park"})[0] == 201
     assert len(call_projects(**ready)[1]) == 1
-    assert marked(service.mark) == [service.process.pid]
+    assert marked(service.mark) == [service.process.pid, *workers(service.process)]
+    assert len(workers(service.process)) == 1
 
 
 GIVEN = [
@@ -160,7 +161,7 @@ WRONG = [
     (b'{"account": ""}', JSON, 422, "account"),
     (b'{"account": "\\ud800"}', JSON, 422, "account"),
     (b'{"Account": "ann"}', JSON, 422, "Account"),
-    (b'{"expired": "true"}', JSON, 422, "expired"),
+    (b'{"expired": "soon"}', JSON, 422, "expired"),
     (b'{"fail": "lost"}', JSON, 422, "fail"),
     (b'{"fail": ["lost", "5O3"]}', JSON, 422, "fail"),
 ]
@@ -363,8 +364,8 @@ def test_it_goes_on_when_a_parent_that_gave_it_no_input_ends(start):
         service.process.wait(LIMIT)
         for _ in range(3):
             assert call_projects(**ready) == (200, [])
-        [pid] = marked(service.mark)
-        os.kill(pid, signal.SIGTERM)
+        master, _ = marked(service.mark)
+        os.kill(master, signal.SIGTERM)
         assert service.errors() == ""
 
 
@@ -413,10 +414,10 @@ def test_job_in_the_background_is_not_stopped_by_its_terminal(start):
         start(command=in_background, stdin=keyboard) as service,
     ):
         ready = json.loads(screen.readline())
-        [job] = {*marked(service.mark)} - {service.process.pid}
+        job, worker = sorted({*marked(service.mark)} - {service.process.pid})
         os.write(ours, b"for the shell\n")
-        state = Path(f"/proc/{job}/status")
-        threads = Path(f"/proc/{job}/task")
+        state = Path(f"/proc/{worker}/status")
+        threads = Path(f"/proc/{worker}/task")
         # It no longer reads its terminal, or was stopped.
         wait_for(lambda: len([*threads.iterdir()]) == 1 or "T (" in state.read_text())
         assert call_projects(**ready) == (200, [])
@@ -523,7 +524,36 @@ def test_reader_that_goes_away_before_it_starts_ends_it_without_a_word(start):
     with start(stdin=subprocess.DEVNULL) as service:
         service.process.stdout.close()
         assert service.process.stderr.read() == ""
-        assert service.process.wait(LIMIT) == 1
+        assert service.process.wait(LIMIT) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("killed", ["master", "worker"])
+def test_end_of_one_process_is_the_end_of_both(start, killed, number):
+    with start(stdin=subprocess.DEVNULL) as service:
+        service.read()
+        process = service.process
+        [worker] = workers(process)
+        started = time.monotonic()
+        os.kill(worker if killed == "worker" else process.pid, number)
+        status = process.wait(LIMIT)
+        assert left(service.mark) == []
+        assert time.monotonic() - started < 5
+        if killed == "worker":
+            assert status == 1
+            assert "The test service has ended" in service.errors()
+        else:
+            assert status == (0 if number == signal.SIGTERM else -number)
+
+
+def test_signals_to_a_master_leave_the_data_alone(service):
+    ready = service.read()
+    call_projects(**ready, method="POST", body={})
+    for number in (signal.SIGTTIN, signal.SIGTTOU, signal.SIGUSR2, signal.SIGWINCH):
+        os.kill(service.process.pid, number)
+    for _ in range(10):
+        assert len(call_projects(**ready)[1]) == 1
+    assert len(workers(service.process)) == 1
 
 
 def test_real_failures_are_in_its_log(service):

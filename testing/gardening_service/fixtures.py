@@ -6,13 +6,13 @@ meets one of the service's.
 
 import json
 import secrets
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
 from subprocess import PIPE, Popen
-from typing import IO, Any, NoReturn
+from threading import Timer
+from typing import Any
 from urllib.parse import quote, urlsplit
 
 import pytest
@@ -20,13 +20,13 @@ import pytest
 from . import COMMAND, ROOT
 
 Plan = Sequence[str]
-LIMIT = 10  # seconds, for a response and for the end
+LIMIT = 10  # seconds, for the start, for a response and for the end
 
 
 @dataclass(frozen=True)
 class Service:
     url: str  # its base, without a slash at the end
-    _log: IO[str]
+    _process: Popen[bytes]
 
     def issue_token(
         self, account: str | None = None, *, expired: bool = False, fail: Plan = ()
@@ -49,6 +49,7 @@ class Service:
         self._call("DELETE", f"/test/tokens/{quote(token)}")
 
     def _call(self, method: str, path: str, body: object = None) -> Any:
+        self._check()
         connection = HTTPConnection(urlsplit(self.url).netloc, timeout=LIMIT)
         headers = {"Content-Type": "application/json"}
         try:
@@ -57,10 +58,14 @@ class Service:
                 response = connection.getresponse()
                 answer = json.loads(response.read() or "null")
         except (OSError, HTTPException) as error:
-            explain(f"The service has ended ({error!r})", self._log)
+            pytest.fail(f"The service does not respond: {error!r}", pytrace=False)
         if response.status >= 400:
             raise ValueError(answer.get("errors", answer["detail"]))
         return answer
+
+    def _check(self) -> None:
+        if self._process.poll() is not None:
+            pytest.fail("The service has ended.", pytrace=False)
 
 
 @dataclass(frozen=True)
@@ -78,31 +83,27 @@ class Caller:
         return self._service.issue_token(self.account, expired=expired, fail=fail)
 
 
-def explain(failure: str, log: IO[str]) -> NoReturn:
-    log.seek(0)
-    pytest.fail(f"{failure}: {log.read()}", pytrace=False)
-
-
 @pytest.fixture(scope="session")
 def gardening_service() -> Iterator[Service]:
     """The service: `url`, `issue_token`, `left` and `revoke`."""
-    with (
-        tempfile.TemporaryFile("a+") as log,
-        Popen(  # in a process group of its own, since Ctrl-C is for the tests
-            COMMAND, cwd=ROOT, stdin=PIPE, stdout=PIPE, stderr=log, process_group=0
-        ) as command,
-    ):
+    # In a process group of its own, since Ctrl-C is for the tests. It writes to their
+    # standard error, which pytest shows with the test that failed.
+    with Popen(COMMAND, cwd=ROOT, stdin=PIPE, stdout=PIPE, process_group=0) as command:
         assert command.stdout
-        ready = command.stdout.readline()
-        if not ready:
-            explain("The service did not start", log)
+        limit = Timer(LIMIT, command.kill)  # which ends the line
+        limit.start()
         try:
-            yield Service(json.loads(ready)["url"], log)
-            if command.poll() is not None:
-                explain("The service has ended", log)
+            ready = command.stdout.readline()
+            limit.cancel()
+            if not ready:
+                pytest.fail("The service did not start.", pytrace=False)
+            service = Service(json.loads(ready)["url"], command)
+            yield service
+            service._check()
             command.terminate()
             command.wait(LIMIT)
         finally:
+            limit.cancel()
             command.kill()
 
 
