@@ -19,7 +19,8 @@ class Log(Statsd):  # not Logger, or the settings of statsd would do nothing
     def atoms(self, resp: Any, req: Any, environ: Any, request_time: Any) -> Any:
         """Let %(U)s be the path as it was sent; by default it is decoded."""
         atoms: Any = super().atoms(resp, req, environ, request_time)
-        return atoms | {"U": atoms["{raw_uri}e"].partition("?")[0]}
+        atoms["U"] = atoms["{raw_uri}e"].partition("?")[0]
+        return atoms
 
 
 # Only the check below creates a database; a worker that starts while the file is away must

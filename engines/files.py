@@ -104,9 +104,11 @@ class DatabaseFile:
         Raises OSError; TimeoutError at the deadline.
         """
         path = f"{self._target}-lock"
-        if not os.path.exists(path):
+        try:
+            file = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
             create(path)
-        file = os.open(path, os.O_RDONLY)
+            file = os.open(path, os.O_RDONLY)
         try:
             while not try_lock(file):
                 if time.monotonic() > deadline:

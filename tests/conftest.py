@@ -30,6 +30,23 @@ if MEMORY:  # a third of the time of tests that write
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
 
 
+# Of whose tests those that need no server and no browser are fast.
+FAST = (
+    "test_app",
+    "test_auth",
+    "test_commands",
+    "test_openapi",
+    "test_schemas",
+    "test_store",
+)
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.stem in FAST and "PostgreSQL" not in item.name:
+            item.add_marker("fast")
+
+
 @pytest.fixture
 def path(tmp_path):
     return str(tmp_path / "gardening.db")

@@ -336,7 +336,7 @@ def test_newest_dated_backup_is_restored(machine, token):
     machine.paste(f"cd {BACKUPS} && gardening backup manual.db")
     newest = machine.paste(f"ls {BACKUPS}/20*").split()[-1]
     create(machine, token, "lost")
-    printed = machine.paste(block("Backup and restore", "gardening restore"))
+    printed = machine.paste(block("Backup and restore", "gardening-restore"))
     assert f"Restoring {newest}\n" in printed
     assert names(machine, token) == ["kept"]
     assert machine.paste(f"stat --format='%U %a' {DATABASE}") == "gardening 600\n"
@@ -344,7 +344,7 @@ def test_newest_dated_backup_is_restored(machine, token):
     assert "lost" in machine.paste(f"strings {before}* 2>/dev/null || cat {before}*")
     machine.paste(f"rm {BACKUPS}/manual.db")
     create(machine, token, "lost once more")
-    paste_twice(machine, block("Backup and restore", "gardening restore"))
+    paste_twice(machine, block("Backup and restore", "gardening-restore"))
     assert names(machine, token) == ["kept"]
 
 
@@ -352,7 +352,7 @@ def test_restore_takes_the_backups_that_are_pruned():
     [kept] = re.findall(
         r"ls (\S+\.db) \|", (DEPLOY / "gardening-backup.service").read_text()
     )
-    assert f"ls {BACKUPS}/{kept} |" in block("Backup and restore", "gardening restore")
+    assert f"ls {BACKUPS}/{kept} |" in block("Backup and restore", "gardening-restore")
 
 
 @needs_machine
@@ -367,9 +367,10 @@ def test_restore_takes_the_backups_that_are_pruned():
 def test_restore_without_a_readable_backup_changes_nothing(machine, token, hide):
     create(machine, token, "Park")
     started = main_pid(machine)
+    machine.paste("systemctl start gardening-backup")
     machine.paste(hide)
     try:
-        machine.paste(block("Backup and restore", "gardening restore"), status=1)
+        machine.paste(block("Backup and restore", "gardening-restore"), status=1)
     finally:
         machine.paste(f"rm -r {BACKUPS} && mv /tmp/hidden {BACKUPS}")
     assert (main_pid(machine), names(machine, token)) == (started, ["Park"])
@@ -380,7 +381,9 @@ def test_refused_backup_leaves_the_database_from_before(machine, token):
     create(machine, token, "Park")
     file = f"{BACKUPS}/2098-01-01T000000Z.db"
     machine.paste(f"echo nonsense > {file} && chown gardening {file}")
-    printed = paste_twice(machine, block("Backup and restore", "gardening restore"))
+    restore = block("Backup and restore", "gardening-restore")
+    printed = machine.paste(restore, status=1)
+    assert machine.paste(restore, status=1) == printed
     machine.paste(f"rm {file}")
     assert "Not restored. The database is the one from before.\n" in printed
     assert names(machine, token) == ["Park"]
@@ -466,8 +469,8 @@ def test_log_tells_who_sent_a_wrong_token(machine):
 
 @needs_machine
 def test_prefix_and_origins_are_installed(machine):
-    for heading in ("Prefix", "Other origins (CORS)"):
-        paste_twice(machine, block(heading, page="docs/nginx.md"))
+    for heading in ("A prefix", "Other origins (CORS)"):
+        paste_twice(machine, block(heading))
     origin = "https://app.example.org"
     request = f"curl -sSik -H 'Origin: {origin}' https://127.0.0.1/garden/api/v1/hello-service"
     # The old processes of nginx may serve for a moment.
@@ -486,7 +489,7 @@ def saved_settings(machine):
 
 @needs_machine
 def test_metrics_are_sent_once_the_setting_is_there(machine, saved_settings):
-    [line] = blocks(PAGE, "Watch", "ini")
+    [line] = blocks(PAGE, "Metrics", "ini")
     listen = "import socket\ns = socket.socket(type=socket.SOCK_DGRAM)\n"
     listen += "s.bind(('127.0.0.1', 9125))\nprint('ready', flush=True)\n"
     listen += "while b'status' not in (m := s.recv(9999)): pass\nprint(m.decode())"
@@ -513,7 +516,7 @@ def test_litestream_goes_on_beside_a_restore(machine, token):
     create(machine, token, "kept")
     machine.paste("systemctl start gardening-backup")
     create(machine, token, "lost")
-    machine.paste(block("Backup and restore", "gardening restore"))
+    machine.paste(block("Backup and restore", "gardening-restore"))
     assert machine.paste("systemctl is-active gardening-litestream") == "active\n"
     create(machine, token, "since")
     # And Litestream with it, which copies what is left.
