@@ -107,8 +107,6 @@ CREATE TRIGGER project_delete AFTER DELETE ON project REFERENCING OLD TABLE AS c
         """,
 }
 LAYOUTS = [LAYOUT_1, LAYOUT_2, LAYOUT_3]
-# Of the tables of the newest layout: a change of theirs needs a new one.
-DIGESTS = {3: {"SQLite": "8463cc075b7feb1e", "PostgreSQL": "bcac0d7b0f697882"}}
 # A Project and a token of each account, with every column filled; ann's first is deleted.
 FILLED = f"""
     INSERT INTO project (id, account, seq, name, created_at, updated_at, version,
