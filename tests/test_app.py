@@ -213,7 +213,7 @@ def test_post_repeated_with_its_key_makes_one_project(client):
 
 
 @pytest.mark.parametrize("members", [{}, {"name": "Wood"}, {"postal_code": "Park"}])
-def test_key_with_other_members_is_refused(client, members):
+def test_reused_key_is_422(client, members):
     first = create(client, "k", name="Park")
     again = create(client, "k", **members)
     assert (again.status_code, again.json["errors"]) == (422, {})
@@ -227,7 +227,7 @@ def test_key_of_a_refused_post_is_free(client):
 
 
 @pytest.mark.parametrize("members", [{"name": "Park"}, {"name": "Wood"}])
-def test_key_of_a_deleted_project_is_spent(client, members):
+def test_spent_key_is_409(client, members):
     address = create(client, "k", name="Park").headers["Location"]
     client.delete(address)
     again = create(client, "k", **members)

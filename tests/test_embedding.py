@@ -12,6 +12,7 @@ from rigs.outside import (
     HOSTILE,
     call_projects,
     copy_broken_service,
+    copy_service,
     left,
     refuses,
 )
@@ -101,6 +102,7 @@ def test_it(gardening_service):
     with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as file:
         [service] = file.read().split()
     os.kill(int(service), signal.SIGKILL)
+    os.waitid(os.P_PID, int(service), os.WEXITED | os.WNOWAIT)
     gardening_service.issue_token()
 """
 STOPPING_TEST = """
@@ -251,6 +253,20 @@ def test_fixture_of_a_service_that_does_not_start_says_why(tmp_path, their_envir
     ended = run(*command, status=1, folder=tmp_path, environment=their_environment)
     assert "The service did not start." in ended.stdout
     assert "RuntimeError: no soil" in ended.stdout
+
+
+def test_fixture_does_not_wait_for_ever_for_a_service_that_hangs(
+    tmp_path, their_environment
+):
+    copy_service(tmp_path)
+    (tmp_path / "schemas.py").write_text("import time; time.sleep(600)")
+    plugin = tmp_path / "testing/gardening_service/fixtures.py"
+    plugin.write_text(plugin.read_text().replace("LIMIT = 10 ", "LIMIT = 1 "))
+    (tmp_path / "test_it.py").write_text("def test_it(gardening): pass")
+    their_environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    command = [sys.executable, "-m", "pytest", "-p", PLUGIN]
+    ended = run(*command, status=1, folder=tmp_path, environment=their_environment)
+    assert "The service did not start." in ended.stdout
 
 
 def run_with_our_plugin(folder, environment, *options):

@@ -367,12 +367,13 @@ def test_restore_takes_the_backups_that_are_pruned():
 def test_restore_without_a_readable_backup_changes_nothing(machine, token, hide):
     create(machine, token, "Park")
     started = main_pid(machine)
-    machine.paste("systemctl start gardening-backup")
+    oldest = f"{BACKUPS}/2001-01-01T000000Z.db"
+    machine.paste(f"install -m 600 -o gardening /dev/null {oldest}")
     machine.paste(hide)
     try:
         machine.paste(block("Backup and restore", "gardening-restore"), status=1)
     finally:
-        machine.paste(f"rm -r {BACKUPS} && mv /tmp/hidden {BACKUPS}")
+        machine.paste(f"rm -r {BACKUPS} && mv /tmp/hidden {BACKUPS} && rm {oldest}")
     assert (main_pid(machine), names(machine, token)) == (started, ["Park"])
 
 
@@ -419,15 +420,24 @@ def test_failed_backup_removes_no_other_one(machine):
 
 @needs_machine
 def test_backups_are_made_every_night(machine):
-    script = "systemctl show gardening-backup.timer --property=TimersCalendar,Unit,ActiveState"
-    shown = machine.paste(script)
+    properties = "TimersCalendar,Unit,ActiveState,Persistent"
+    shown = machine.paste(
+        f"systemctl show gardening-backup.timer --property={properties}"
+    )
+    assert "Persistent=yes" in shown
     assert "OnCalendar=*-*-* 03:00:00 UTC" in shown
     assert "Unit=gardening-backup.service" in shown
     assert "ActiveState=active" in shown
 
 
 @needs_machine
-def test_health_is_that_of_the_service_and_its_database(machine):
+def test_service_is_started_again_and_ends_in_order(machine):
+    shown = machine.paste("systemctl show gardening --property=Restart,KillMode")
+    assert {*shown.split()} == {"Restart=on-failure", "KillMode=mixed"}
+
+
+@needs_machine
+def test_health_on_the_page_is_that_of_the_service(machine):
     script = block("Watch", "health")
     assert json.loads(machine.paste(script)) == {"status": "ok"}
     machine.paste(f"mv {DATABASE} {DATABASE}-moved")

@@ -266,7 +266,7 @@ assert before <= backends(database)
 """
 
 
-def test_fork_takes_no_connection_along(database):
+def test_fork_takes_no_connection_of_postgresql_along(database):
     script = [sys.executable, "-c", FORK, database]
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     subprocess.run(script, env={"PYTHONPATH": path}, check=True, timeout=LIMIT)
@@ -717,7 +717,9 @@ def small_disk(primary, mount):
     primary.execute("DROP TABLESPACE small")
 
 
-def test_full_disk_stops_writes_until_there_is_room(primary, small_disk, open_store_on):
+def test_full_tablespace_stops_writes_until_there_is_room(
+    primary, small_disk, open_store_on
+):
     store = open_store_on(primary.database_url("small"))
     members = {"name": secrets.token_hex(30_000)}
     known = store.create_project("ann", members)

@@ -25,6 +25,7 @@ def errors(schema, body):
         {},
         {"name": "Park"},
         {"name": ""},
+        {"name": " Park\t", "postal_code": "\n94117 "},
         {"name": None, "postal_code": None, "location": None},
         {"name": "😀" * 1000, "postal_code": "9\x01 \u2028\n" * 20},
     ],

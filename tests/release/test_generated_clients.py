@@ -26,7 +26,7 @@ from rigs.running import (
 
 # What openapi-generator says of every document of OpenAPI 3.1 that holds a schema.
 OF_ANY_DOCUMENT = ("OpenAPI 3.1 support is still in beta", "schema name: null")
-TYPESCRIPT = ROOT / "tests/typescript"
+TYPESCRIPT = ROOT / "tests/release/typescript"
 TSC_OPTIONS = "--target es2022 --module nodenext --lib es2022,dom --skipLibCheck"
 
 
