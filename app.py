@@ -58,7 +58,8 @@ def create_app(config: Mapping[str, Any] | None = None) -> Flask:
 
 def store_on(app: Flask) -> Store:
     """The store on the database that the setting names, or in the instance folder."""
-    database, must_exist = app.config["DATABASE"], app.config["DATABASE_MUST_EXIST"]
+    database = str(app.config["DATABASE"] or "")  # a Path will do
+    must_exist = app.config["DATABASE_MUST_EXIST"]
     if not database:
         file = os.path.join(app.instance_path, "gardening.db")
         return Store(SQLite(file, must_exist, makes_folder=True))
