@@ -7,9 +7,12 @@ import time
 from datetime import date
 from unicodedata import normalize
 
+import click
 import pytest
+from click.testing import CliRunner
 from rigs.running import on_sqlite
 
+from app import create_app
 from commands import utc
 
 
@@ -239,3 +242,27 @@ def test_defect_keeps_its_traceback(command, raw):
     raw.execute("ALTER TABLE token RENAME COLUMN expires_at TO ends_at")
     result = command("token", "list")
     assert not isinstance(result.exception, SystemExit)
+
+
+def test_run_of_another_program_is_told_nothing(path):
+    @click.command("run")
+    def run():
+        create_app({"DATABASE": path})
+
+    assert CliRunner().invoke(run).output == ""
+    assert not os.path.exists(path)
+
+
+def test_all_tokens_of_an_account_are_revoked(command, store):
+    for account in ("Zoe\u0308", "bob", "Zo\xeb"):
+        command("token", "create", account)
+    assert command("token", "revoke", "--account", "Zoe\u0308").exit_code == 0
+    assert [token.account for token in store.list_tokens()] == ["bob"]
+    for words, told in [
+        (["--account", "Zo\xeb"], "The account Zo\xeb has no tokens."),
+        ([], "Give either the ID of a token or --account."),
+        (["1", "--account", "bob"], "Give either the ID of a token or --account."),
+    ]:
+        refused = command("token", "revoke", *words)
+        assert (refused.exit_code, refused.stderr) == (1, f"Error: {told}\n")
+    assert len(store.list_tokens()) == 1
