@@ -7,21 +7,10 @@ from contextlib import suppress
 from typing import Any
 
 from gunicorn.arbiter import Arbiter
-from gunicorn.http.message import Request
-from gunicorn.instrument.statsd import Statsd
 from gunicorn.workers.base import Worker
 
 CHECK_LIMIT = 3600  # seconds; a large database may be brought to a new layout
 UNREAD_LIMIT = 64 * 1024  # bytes; gunicorn drains less than this of an unread body
-
-
-class Log(Statsd):  # not Logger, or the settings of statsd would do nothing
-    def atoms(self, resp: Any, req: Any, environ: Any, request_time: Any) -> Any:
-        """Let %(U)s be the path as it was sent; by default it is decoded."""
-        atoms: Any = super().atoms(resp, req, environ, request_time)
-        atoms["U"] = atoms["{raw_uri}e"].partition("?")[0]
-        return atoms
-
 
 # Only the check below creates a database; a worker that starts while the file is away must
 # not serve an empty one.
@@ -39,12 +28,9 @@ keepalive = 75  # seconds, longer than the proxy's, so that the proxy closes fir
 worker_tmp_dir = "/dev/shm" if os.path.isdir("/dev/shm") else None
 control_socket_disable = True  # there is one per user, so two instances would clash
 accesslog = "-"
-logger_class = Log
 # Account and token, method and path, status, bytes, microseconds, request id: no token and
 # no query. The id is last, since a client may write anything into it.
-access_log_format = (
-    '"%({remote_user}e)s" "%(m)s %(U)s" %(s)s %(B)s %(D)s %({x-request-id}i)s'
-)
+access_log_format = '"%({remote_user}e)s" "%(m)s %({sent-path}i)s" %(s)s %(B)s %(D)s %({x-request-id}i)s'
 
 
 def on_starting(server: Arbiter) -> None:
@@ -64,9 +50,13 @@ def post_worker_init(worker: Any) -> None:
         worker.wsgi.extensions["store"].check()
 
 
-def pre_request(worker: Worker, request: Request) -> None:
-    """Announce a close where gunicorn would take an unread body for the next request."""
+def pre_request(worker: Worker, request: Any) -> None:
+    """For the log, add the path as it was sent: gunicorn has it decoded, or with its query.
+
+    Announce a close where gunicorn would take an unread body for the next request.
+    """
     headers = dict(request.headers)
+    request.headers.append(("SENT-PATH", request.uri.partition("?")[0]))
     size = int(headers.get("CONTENT-LENGTH", 0))
     # gunicorn reads past less than this. Of a chunked body nobody knows the length.
     if size >= UNREAD_LIMIT or "TRANSFER-ENCODING" in headers:
