@@ -41,11 +41,6 @@ def test_hello_ignores_a_bad_token(app):
     assert app.test_client().get(HELLO, headers=headers).status_code == 200
 
 
-def test_head_of_hello_is_empty(app):
-    response = app.test_client().head(HELLO)
-    assert (response.status_code, response.data) == (200, b"")
-
-
 def test_create_answers_with_the_project_and_its_address(client):
     response = client.post(PROJECTS, json={"name": "Park", "location": POINT})
     assert response.status_code == 201
@@ -306,15 +301,6 @@ def test_link_repeats_the_size_and_counts_the_pages(client):
     assert last.json["page"] == 2**53 - 1
     [address] = re.findall("<(.+)>", last.headers["Link"])
     assert client.get(address).status_code == 200
-
-
-@pytest.mark.parametrize("after, count", [(0, 3), (1, 2), (3, 0), (2**53 - 1, 0)])
-def test_page_with_after_starts_behind_that_project(client, after, count):
-    for _ in range(3):
-        client.post(PROJECTS, json={})
-    response = client.get(f"{PROJECTS}?page=7&after={after}")
-    assert (response.json["page"], response.json["total"]) == (7, 3)
-    assert len(response.json["projectList"]) == count
 
 
 def test_whole_list_has_no_link(client, project):
@@ -627,15 +613,6 @@ def test_application_that_is_made_leaves_a_database_alone(folder, database):
         arguments = environment | {"GUNICORN_CMD_ARGS": "--check-config"}
         run(BIN / "gunicorn", *check, environment=arguments)
     assert {file: file.read_bytes() for file in folder.iterdir()} == before
-
-
-def test_apps_in_memory_are_apart():
-    stores = [create_app({"DATABASE": ":memory:"}).extensions["store"] for _ in "ab"]
-    stores[0].create_project("ann", {})
-    lists = [store.list_projects("ann").document for store in stores]
-    assert [len(json.loads(each)) for each in lists] == [1, 0]
-    for store in stores:
-        store.close()
 
 
 def test_page_that_is_given_twice_is_refused(client):

@@ -691,13 +691,6 @@ def test_u0000_of_an_older_release_is_refused_by_postgresql_alone(
         flask(target, "restore", file)
 
 
-def test_one_backup_leaves_another_alone_that_is_being_made(source, tmp_path):
-    at_once(lambda number: backup(source, str(tmp_path / f"{number}.db")), 4)
-    for number in range(4):
-        with closing(sqlite3.connect(tmp_path / f"{number}.db")) as copy:
-            assert copy.execute("SELECT count(*) FROM project").fetchall() == [(19,)]
-
-
 # What only an operator's own SQL can do; the file is whole, and what is counted is counted.
 MENDED = {
     "renamed account": """UPDATE project SET account = 'eve' WHERE account = 'ann';

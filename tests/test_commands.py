@@ -230,12 +230,6 @@ def test_account_is_deleted_only_after_a_yes(app, store, answer, is_left):
     assert bool(store.list_accounts()) == is_left
 
 
-def test_account_with_a_token_and_no_project_is_deleted(command, store):
-    command("token", "create", "ann")
-    assert command("account", "delete", "ann", "--yes").exit_code == 0
-    assert store.list_tokens() == []
-
-
 def test_defect_keeps_its_traceback(command, raw):
     """It is no mistake of the user's."""
     assert command("token", "list").exit_code == 0

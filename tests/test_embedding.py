@@ -144,20 +144,6 @@ def python(clone, tmp_path_factory):
     return install(folder, package, requests, "pytest-xdist")
 
 
-@pytest.fixture(scope="session")
-def editable(clone, python, tmp_path_factory):
-    """A Python that has the clone installed as editable, and the packages of the other."""
-    folder = tmp_path_factory.mktemp("editable")
-    editable = install(folder, "--no-deps", "--editable", clone)
-    packages, others = (
-        next(home.glob("lib/python*/site-packages"))
-        for home in (folder, python.parent.parent)
-    )
-    # After the editable package, so that it comes first.
-    (packages / "others.pth").write_text(f"{others}\n")
-    return editable
-
-
 @pytest.fixture
 def project(tmp_path):
     """Another team's project; its modules and settings have the names of ours."""
@@ -189,10 +175,6 @@ def run_their_tests(python, project, their_environment, *options):
 @pytest.mark.parametrize("options", [[], ["-n2"], ["-p", "no:cacheprovider"]], ids=str)
 def test_their_tests_pass(python, project, their_environment, options):
     run_their_tests(python, project, their_environment, *options)
-
-
-def test_their_tests_pass_with_an_editable_clone(editable, project, their_environment):
-    run_their_tests(editable, project, their_environment)
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGKILL"])
@@ -237,10 +219,8 @@ def test_every_module_of_ours_can_be_imported_and_none_is_at_the_top(python):
     }
 
 
-@pytest.mark.parametrize("name", ["python", "editable"])
-def test_service_cannot_be_imported_by_a_wrong_name(request, name):
+def test_service_cannot_be_imported_by_a_wrong_name(python):
     """It is not there, in place of failing at its own imports."""
-    python = request.getfixturevalue(name)
     ended = run(python, "-c", "import gardening_service.app", status=1, folder="/")
     assert "No module named 'gardening_service.app'" in ended.stderr
 

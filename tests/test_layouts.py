@@ -7,7 +7,7 @@ from contextlib import closing
 import psycopg
 import pytest
 from rigs.layouts import lay_out
-from rigs.running import BIN, POINT, at_once, environment_of, on_sqlite, run
+from rigs.running import BIN, POINT, at_once, environment_of, run
 
 from engines import tables as module
 from engines.base import Unavailable
@@ -222,14 +222,3 @@ def test_processes_of_the_older_release_go_on_counting(open_store, raw):
         raw.execute(OLD_DELETE, {"account": account, "id": id})
     store.create_project("ann", {})
     assert [row.projects for row in store.list_accounts()] == [3, 2]
-
-
-@on_sqlite
-def test_restored_copy_of_an_older_database_is_brought_up_to_date(
-    older, database, open_store
-):
-    """A copy by VACUUM INTO is not in WAL mode."""
-    older.execute("PRAGMA journal_mode = DELETE")
-    assert open_store().get_project("ann", "b" * 24)
-    with closing(sqlite3.connect(database)) as connection:
-        assert connection.execute("PRAGMA journal_mode").fetchall() == [("wal",)]

@@ -764,14 +764,3 @@ def test_database_that_was_refused_is_refused_again(database, open_store_on):
         with fails(Unavailable, "made by a newer release"):
             store.create_project("ann", {})
     assert execute(database, "SELECT created FROM account") == [(1,)]
-
-
-@pytest.mark.parametrize(
-    "command",
-    [["flask", "run", "--port=0"], ["flask", "token", "list"]],
-    ids=lambda command: "-".join(command[:2]),
-)
-def test_command_with_a_server_out_of_reach_is_one_line(command):
-    told = run_on("postgresql://u@127.0.0.1:1/db", *command, refused=True)
-    check_refusal(told)
-    assert "Connection refused" in told

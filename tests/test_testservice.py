@@ -39,7 +39,6 @@ else:
     os.setpgid(0, 0)
     os.execv(sys.argv[1], sys.argv[1:])
 """
-AS_PARENT = "import subprocess, sys; subprocess.run(sys.argv[1:], stdin=-1, check=True)"
 IMPORTS = "import app, gunicorn.app.base, gunicorn.workers.gthread"
 
 
@@ -266,14 +265,6 @@ def test_end_of_input_ends_it(service):
     assert refuses(url)
 
 
-def test_what_is_written_to_its_input_means_nothing(service):
-    ready = service.read()
-    print("ann", file=service.process.stdin, flush=True)
-    assert call_projects(**ready) == (200, [])
-    assert service.errors() == ""
-    assert service.process.returncode == 0
-
-
 # As a script has it for what it starts with `&`.
 IGNORING = ["sh", "-c", 'trap "" INT TERM; exec "$@"', "sh", *COMMAND]
 
@@ -296,25 +287,6 @@ def test_signal_ends_it_at_once(start, command, name):
         assert refuses(ready["url"])
 
 
-@pytest.mark.parametrize("command", [[], [sys.executable, "-c", AS_PARENT]])
-def test_kill_of_it_or_of_its_parent_ends_it(start, command):
-    with start(command=[*command, *COMMAND], stdin=subprocess.DEVNULL) as service:
-        url = service.read()["url"]
-        service.process.kill()
-        assert service.errors() == ""
-        assert refuses(url)
-
-
-@pytest.mark.parametrize("loaded", ["python", "_sqlite3", "_ssl"])
-def test_kill_while_it_starts_leaves_nothing(start, loaded):
-    with start() as service:
-        maps = Path(f"/proc/{service.process.pid}/maps")
-        wait_for(lambda: loaded in maps.read_text())
-        service.process.kill()
-        service.process.stdout.read()  # the line may be there already
-        assert service.errors() == ""
-
-
 @pytest.mark.parametrize("name", ["/dev/null", "file", "closed"])
 def test_other_input_does_not_end_it(start, tmp_path, name):
     (tmp_path / "file").write_text("ann\n\n")
@@ -328,30 +300,6 @@ def test_other_input_does_not_end_it(start, tmp_path, name):
             service.process.wait(timeout=0.3)
         assert call_projects(**ready) == (200, [])
         service.process.terminate()
-        assert service.process.wait(LIMIT) == 0
-        assert service.errors() == ""
-
-
-def test_socket_that_closes_ends_it(start):
-    ours, theirs = socket.socketpair()
-    with ours, start(stdin=theirs) as service:
-        theirs.close()
-        url = service.read()["url"]
-        ours.close()
-        assert service.process.wait(LIMIT) == 0
-        assert service.errors() == ""
-        assert refuses(url)
-
-
-def test_input_that_does_not_block_is_waited_for(start):
-    reading, writing = os.pipe()
-    os.set_blocking(reading, False)
-    with open(reading) as stdin, start(stdin=stdin) as service:
-        ready = service.read()
-        os.write(writing, b"ann\n")
-        assert call_projects(**ready) == (200, [])
-        assert service.process.poll() is None
-        os.close(writing)
         assert service.process.wait(LIMIT) == 0
         assert service.errors() == ""
 

@@ -63,31 +63,35 @@ def check_response(method, path, status, headers, content):
         response = ELSEWHERE[status]
     described = {n: resolve(h) for n, h in response.get("headers", {}).items()}
     required = {name for name, header in described.items() if header.get("required")}
-    assert required <= HEADERS & set(headers.keys()) <= set(described)
+    called = f"{method} {path}: {status}"
+    assert required <= HEADERS & set(headers.keys()) <= set(described), called
     for name in described.keys() & headers.keys():
-        check_text(headers[name], described[name]["schema"])
+        check_text(headers[name], described[name]["schema"], f"{called}, {name}")
     if method != "HEAD" and "content" in response:
         [(media_type, media)] = response["content"].items()
-        assert headers["Content-Type"] == media_type
+        assert headers["Content-Type"] == media_type, called
         body = json.loads(content)
-        check_body(body, media["schema"])
-        assert "problem" not in media_type or body["status"] == status
+        check_body(body, media["schema"], called)
+        assert "problem" not in media_type or body["status"] == status, called
     else:
-        assert not content
+        assert not content, called
     if status in (204, 304):
-        assert "Content-Type" not in headers
+        assert "Content-Type" not in headers, called
 
 
-def check_text(text, schema):
+def check_text(text, schema, where):
     """A header's value; one that is to be an integer comes as its digits."""
-    check_body(int(text) if schema["type"] == "integer" else text, schema)
+    check_body(int(text) if schema["type"] == "integer" else text, schema, where)
 
 
-def check_body(body, schema):
+def check_body(body, schema, where):
+    """Fails with the member that is wrong."""
     if Draft202012Validator:
         # It takes no lone surrogate, which the service may have to repeat.
         text = json.dumps(body, ensure_ascii=False).encode(errors="replace")
-        validator(schema).validate(json.loads(text))
+        for error in validator(schema).iter_errors(json.loads(text)):
+            member = "/".join(map(str, error.instance_path))
+            raise AssertionError(f"{where}, member {member!r}: {error.message}")
 
 
 class CheckedClient(FlaskClient):
