@@ -228,7 +228,7 @@ class Store:
         if_match, if_none_match = condition
         values["now"] = self._now()
         values["if_match"] = None if if_match is None else as_json(if_match)
-        values["if_none_match"] = as_json(if_none_match)
+        values["if_none_match"] = as_json(if_none_match) if if_none_match else None
         rows = self.engine.write(sql, values)
         if not rows:
             # This raises NotFound, unless it is only the ETag that did not match.

@@ -98,7 +98,7 @@ ETAG = "concat(version, '-', updated_at)"
 PROJECT = f"id, {ETAG}, convert_to({DOCUMENT}, 'UTF8')"
 MATCHES = f"""id = :id AND account = :account
     AND (:if_match::jsonb IS NULL OR :if_match::jsonb ? {ETAG})
-    AND NOT :if_none_match::jsonb ? {ETAG}"""
+    AND (:if_none_match::jsonb IS NULL OR NOT :if_none_match::jsonb ? {ETAG})"""
 # All writers of an account first wait for its row, so that its revisions are in the order
 # of the commits. Say that A and B both send a PUT with the same If-Match. EXISTS sees the
 # Project as it was when the statement began, so both pass it, and B waits for the row

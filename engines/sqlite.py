@@ -74,7 +74,8 @@ ETAG = "version || '-' || updated_at"
 PROJECT = f"id, {ETAG}, CAST({DOCUMENT} AS BLOB)"
 MATCHES = f"""id = :id AND account = :account
     AND (:if_match IS NULL OR {ETAG} IN (SELECT value FROM json_each(:if_match)))
-    AND {ETAG} NOT IN (SELECT value FROM json_each(:if_none_match))"""
+    AND (:if_none_match IS NULL
+        OR {ETAG} NOT IN (SELECT value FROM json_each(:if_none_match)))"""
 
 
 class SQLite(Engine):
