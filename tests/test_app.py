@@ -50,13 +50,6 @@ def test_create_answers_with_the_project_and_its_address(client):
     assert client.get(response.headers["Location"]).json == response.json
 
 
-def test_location_leads_back_from_below_a_prefix(client):
-    response = client.post(
-        PROJECTS, json={}, environ_overrides={"SCRIPT_NAME": "/garden"}
-    )
-    assert response.headers["Location"].startswith(f"/garden{PROJECTS}/")
-
-
 @pytest.mark.parametrize("type", ["application/json", "application/geo+json;charset=x"])
 def test_json_of_any_kind_is_taken(client, type):
     assert client.post(PROJECTS, data="{}", content_type=type).status_code == 201
@@ -178,27 +171,21 @@ def create(client, key, **members):
     return client.post(PROJECTS, json=members, headers={"Idempotency-Key": key})
 
 
-def test_post_repeated_with_its_key_makes_one_project(client):
+# What a key is for, and what each engine does with it, stands in test_store.py.
+def test_post_repeated_with_its_key_answers_with_the_project_as_it_is(client):
     first = create(client, "k", name="Park")
-    listed = client.get(PROJECTS).headers["ETag"]
-    again = create(client, "k", postal_code=None, name="Park", id="ignored")
-    assert (again.status_code, again.data) == (201, first.data)
-    assert again.headers["Location"] == first.headers["Location"]
-    assert client.get(PROJECTS).headers["ETag"] == listed
     changed = client.put(first.headers["Location"], json={"name": "Lake"})
-    again = create(client, "k", name="Park")
+    again = create(client, "k", postal_code=None, name="Park", id="ignored")
     assert (again.status_code, again.json) == (201, changed.json)
+    assert again.headers["Location"] == first.headers["Location"]
     assert again.headers["ETag"] == etag(changed.json)
-    assert client.get(PROJECTS).json == [changed.json]
 
 
-@pytest.mark.parametrize("members", [{}, {"name": "Wood"}, {"postal_code": "Park"}])
-def test_reused_key_is_422(client, members):
-    first = create(client, "k", name="Park")
-    again = create(client, "k", **members)
+def test_reused_key_is_422(client):
+    create(client, "k", name="Park")
+    again = create(client, "k", name="Wood")
     assert (again.status_code, again.json["errors"]) == (422, {})
     assert again.json["type"] == "urn:gardening:key-reused"
-    assert client.get(PROJECTS).json == [first.json]
 
 
 def test_key_of_a_refused_post_is_free(client):
@@ -206,15 +193,11 @@ def test_key_of_a_refused_post_is_free(client):
     assert create(client, "k", name="Park").status_code == 201
 
 
-@pytest.mark.parametrize("members", [{"name": "Park"}, {"name": "Wood"}])
-def test_spent_key_is_409(client, members):
-    address = create(client, "k", name="Park").headers["Location"]
-    client.delete(address)
-    again = create(client, "k", **members)
+def test_spent_key_is_409(client):
+    client.delete(create(client, "k").headers["Location"])
+    again = create(client, "k")
     assert again.status_code == 409
     assert again.json["type"] == "urn:gardening:key-spent"
-    assert client.get(PROJECTS).json == []
-    assert client.get(address).status_code == 404
 
 
 def test_list_is_an_array_oldest_first(client):
@@ -242,14 +225,8 @@ def test_unchanged_list_is_not_sent_again(client, project_url, query):
 
 def test_page_is_wrapped(client):
     projects = [client.post(PROJECTS, json={}).json for _ in range(3)]
-    response = client.get(f"{PROJECTS}?page=1&size=2")
-    assert list(json.loads(response.data)) == ["projectList", "page", "size", "total"]
-    assert response.json == {
-        "projectList": projects[2:],
-        "page": 1,
-        "size": 2,
-        "total": 3,
-    }
+    second = client.get(f"{PROJECTS}?page=1&size=2").json
+    assert (second["projectList"], second["page"]) == (projects[2:], 1)
     defaults = client.get(f"{PROJECTS}?page=0").json
     assert (defaults["projectList"], defaults["size"]) == (projects, 20)
 
@@ -264,14 +241,6 @@ def walk(client, query, meanwhile=lambda: None):
         address = link and link[1]
         meanwhile()
     return found
-
-
-@pytest.mark.parametrize("count, sizes", [(0, [0]), (1, [1]), (2, [2]), (5, [2, 2, 1])])
-def test_links_lead_from_page_to_page(client, count, sizes):
-    ids = [client.post(PROJECTS, json={}).json["id"] for _ in range(count)]
-    pages = walk(client, "size=2")
-    assert [len(page) for page in pages] == sizes
-    assert list(chain(*pages)) == ids
 
 
 def test_walk_meets_each_project_that_was_there_throughout_once(client):
@@ -292,6 +261,7 @@ def test_walk_meets_each_project_that_was_there_throughout_once(client):
 def test_link_repeats_the_size_and_counts_the_pages(client):
     for _ in range(3):
         client.post(PROJECTS, json={})
+    assert "Link" not in client.get(PROJECTS).headers
     link = client.get(f"{PROJECTS}?size=1").headers["Link"]
     assert link == f'<{PROJECTS}?page=1&size=1&after=1>; rel="next"'
     options = {"environ_overrides": {"SCRIPT_NAME": "/garden"}}
@@ -301,10 +271,6 @@ def test_link_repeats_the_size_and_counts_the_pages(client):
     assert last.json["page"] == 2**53 - 1
     [address] = re.findall("<(.+)>", last.headers["Link"])
     assert client.get(address).status_code == 200
-
-
-def test_whole_list_has_no_link(client, project):
-    assert "Link" not in client.get(PROJECTS).headers
 
 
 OTHER = "it is not UTF-8, is nested too deeply, or holds what is no number of JSON"
@@ -413,7 +379,7 @@ def test_invalid_project_changes_nothing(
     assert client.get(PROJECTS).json == [project]
 
 
-@pytest.mark.parametrize("query", ["page=x", "size=1001", "after=-1", "pgae=1"])
+@pytest.mark.parametrize("query", ["page=x", "size=1001", "pgae=1", "page=0&page=1"])
 def test_wrong_query_is_refused(client, query):
     response = client.get(f"{PROJECTS}?{query}")
     assert response.status_code == 422
@@ -590,13 +556,6 @@ def test_other_settings_are_not_taken_from_the_environment(monkeypatch, name):
     assert create_app({name: 7}).config[name] == 7
 
 
-@pytest.mark.parametrize("name", ["2026", "2026.10", "0012", "1e3", "true", "null"])
-def test_name_of_the_database_is_taken_as_it_is_written(folder, monkeypatch, name):
-    monkeypatch.setenv("FLASK_DATABASE", name)
-    open_app()
-    assert databases(folder) == [name]
-
-
 @pytest.mark.parametrize("database", ["new.db", "old.db", "text.db", "no/such.db"])
 def test_application_that_is_made_leaves_a_database_alone(folder, database):
     with closing(sqlite3.connect("old.db")) as old:
@@ -613,11 +572,6 @@ def test_application_that_is_made_leaves_a_database_alone(folder, database):
         arguments = environment | {"GUNICORN_CMD_ARGS": "--check-config"}
         run(BIN / "gunicorn", *check, environment=arguments)
     assert {file: file.read_bytes() for file in folder.iterdir()} == before
-
-
-def test_page_that_is_given_twice_is_refused(client):
-    response = client.get(f"{PROJECTS}?page=0&page=1&size=1")
-    assert (response.status_code, list(response.json["errors"])) == (422, ["page"])
 
 
 @pytest.mark.parametrize("name", ["If-Modified-Since", "If-Range"])

@@ -164,28 +164,6 @@ def test_nothing_in_a_path_or_header_forges_a_log_line(log, token, text):
     assert len(lines) <= 3
 
 
-def test_metrics_of_each_request_are_sent_to_statsd(environment, path):
-    token = token_on(path)
-    with socket.socket(type=socket.SOCK_DGRAM) as statsd:
-        statsd.bind(("127.0.0.1", 0))
-        statsd.settimeout(LIMIT)
-        host = f"--statsd-host=127.0.0.1:{statsd.getsockname()[1]}"
-        with gunicorn(environment, host) as (_, port), Client(port, token) as client:
-            client.call("GET", PROJECTS)
-            client.call("GET", f"{PROJECTS}/x")
-            sent = []
-            while sum("status" in metric for metric in sent) < 2:
-                sent.append(statsd.recv(1000).decode())
-    assert "gunicorn.requests:1|c|@1.0" in sent
-    assert "gunicorn.request.status.200:1|c|@1.0" in sent
-    assert "gunicorn.request.status.404:1|c|@1.0" in sent
-    assert [
-        metric
-        for metric in sent
-        if re.fullmatch(r"gunicorn\.request\.duration:[\d.]+\|ms", metric)
-    ]
-
-
 def send(connection, method, path, headers, size, chunked):
     """Send a request as far as the server takes it."""
     framing = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {size}"
@@ -276,16 +254,3 @@ def test_body_that_ends_early_changes_nothing(shared):
         assert connection.recv(65536).startswith(b"HTTP/1.1 400 ")
     with Client(shared.port, token) as client:
         assert client.call("GET", PROJECTS) == (200, [])
-
-
-def test_check_of_the_release_loads_the_driver_of_the_database(environment, tmp_path):
-    """So that a release without it is not reloaded."""
-    (tmp_path / "psycopg.py").write_text("raise ImportError('no driver')")
-    changes = {
-        "FLASK_DATABASE": "postgresql://nobody@/nowhere",
-        "PYTHONPATH": str(tmp_path),
-    }
-    check = [BIN / "gunicorn", "--check-config"]
-    assert (
-        "no driver" in run(*check, environment=environment | changes, status=1).stderr
-    )

@@ -11,7 +11,7 @@ import struct
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -201,33 +201,18 @@ def test_project_of_another_account_or_id_is_not_found(store, account, id):
     assert store.get_project("ann", created.id) == created
 
 
-def test_id_in_upper_case_is_not_found(store):
-    id = "0"
-    while id == id.upper():
-        id = store.create_project("ann", {}).id
-    with pytest.raises(NotFound):
-        store.get_project("ann", id.upper())
-    with pytest.raises(NotFound):
-        store.update_project("ann", id.upper(), {})
-    with pytest.raises(NotFound):
-        store.delete_project("ann", id.upper())
-
-
 def test_update_changes_only_what_is_given(store):
     members = {"name": "Park", "postal_code": "94117", "location": POINT}
     other = store.create_project("ann", members)
     before = read(store.create_project("ann", members))
-    after = read(store.update_project("ann", before["id"], {"name": None}))
-    changed = {"name": None, "version": 2, "updated_at": after["updated_at"]}
-    assert after == before | changed
+    cleared = {"name": None, "location": None}
+    after = read(store.update_project("ann", before["id"], cleared))
+    assert after == before | cleared | {
+        "version": 2,
+        "updated_at": after["updated_at"],
+    }
     assert read(store.get_project("ann", before["id"])) == after
     assert store.get_project("ann", other.id) == other
-
-
-def test_location_can_be_cleared(store):
-    id = store.create_project("ann", {"location": POINT}).id
-    cleared = store.update_project("ann", id, {"location": None})
-    assert read(cleared)["location"] is None
 
 
 def test_updated_at_follows_the_clock_but_never_back(open_store):
@@ -242,7 +227,7 @@ def test_updated_at_follows_the_clock_but_never_back(open_store):
     assert seen == [1_000_000, 2_000_000, 2_000_000]
 
 
-@pytest.mark.parametrize("etags", [["1"], [], ["0{}"], ["{} "], ["x", "0"], ["%", ""]])
+@pytest.mark.parametrize("etags", [["1"], [], ["0{}"], ["{} "], ["x", "0"], ["\0"]])
 def test_unexpected_etag_changes_nothing(store, park, etags):
     etags = [each.format(park.etag) for each in etags]
     with pytest.raises(Stale):
@@ -473,14 +458,6 @@ def test_pages_part_the_list(store):
         assert (page["page"], page["size"], page["total"]) == (number, 2, 5)
 
 
-def test_total_counts_the_projects_that_the_account_has(store):
-    first = store.create_project("ann", {}).id
-    for account in ("ann", "ann", "bob", "bob", "bob"):
-        store.create_project(account, {})
-    store.delete_project("ann", first)
-    assert read(store.list_projects("ann", Page(0, 1)))["total"] == 2
-
-
 def test_total_is_kept_with_the_account(store, raw):
     store.create_project("ann", {})
     raw.execute("UPDATE account SET projects = 7")
@@ -624,19 +601,13 @@ def test_last_page_is_that_of_the_account_and_not_of_the_table(store):
 
 def test_token_acts_for_its_account_until_it_is_revoked(store):
     store.add_token("ann", b"1")
-    store.add_token("bob", b"2")
+    store.add_token("bob", b"2", days=1)
     found = [store.find_caller(digest) for digest in (b"1", b"2", b"3", b"")]
     assert found == [("ann", 1), ("bob", 2), None, None]
     assert store.revoke_token(1)
     assert store.find_caller(b"1") is None
     assert store.find_caller(b"2") == ("bob", 2)
     assert not store.revoke_token(1)
-
-
-def test_unknown_token_is_nobodys_while_others_expire_or_last(store):
-    store.add_token("ann", b"1")
-    store.add_token("bob", b"2", days=1)
-    assert store.find_caller(b"3") is None
 
 
 def test_token_expires_to_the_millisecond(open_store):
@@ -666,12 +637,6 @@ def test_listed_tokens_are_in_the_order_of_their_ids(open_store):
         (2, 1_700_000_000_000, 1_702_592_000_000, "bob"),
         (3, 1_700_000_000_000, None, "ann"),
     ]
-
-
-def test_data_outlive_the_store(store, open_store):
-    created = store.create_project("ann", {"name": "Park"})
-    store.close()
-    assert open_store().get_project("ann", created.id) == created
 
 
 def test_connection_is_opened_at_the_first_use_and_kept_until_close(open_store):
@@ -742,34 +707,11 @@ def test_stores_may_open_at_once_on_an_empty_database(open_store):
 
 
 @contextmanager
-def hold_queue(database):
-    """Holds what stores wait for that create tables."""
-    if database.startswith("postgresql://"):
-        import psycopg
-
-        with psycopg.connect(database, autocommit=True) as queue:
-            queue.execute(f"SELECT pg_advisory_lock({0x67617264})")
-            yield
-    else:
-        with open(f"{database}-lock", "w") as queue:
-            fcntl.flock(queue, fcntl.LOCK_SH)  # which only an exclusive lock waits for
-            yield
-
-
-def test_stores_queue_to_create_the_tables(database, open_store):
-    waits(lambda: at_once(lambda _: open_store(), 4), database, hold_queue(database))
-    store = open_store()
-    store.create_project("ann", {})
-    assert len(listed(store)) == 1
-
-
-def test_foreign_lock_stops_writers_and_no_reader(store, park, foreign_lock):
-    with foreign_lock():
-        assert max(at_once(lambda _: refused(store), 3)) < 6
-        assert store.get_project("ann", park.id) == park
-        assert len(listed(store)) == 1
-    soon(store.create_project, "ann", {})
-    assert len(listed(store)) == 2
+def hold_queue(path):
+    """Holds what writers wait for."""
+    with open(f"{path}-lock", "w") as queue:
+        fcntl.flock(queue, fcntl.LOCK_SH)  # which only an exclusive lock waits for
+        yield
 
 
 def test_writer_waits_for_a_short_foreign_lock(store, park, foreign_lock, database):
@@ -892,17 +834,6 @@ def test_file_is_durable_and_private(store, path, raw):
         assert os.stat(path + suffix).st_mode & 0o777 == 0o600
 
 
-@on_sqlite
-def test_restored_copy_without_wal_becomes_durable_again(store, raw, tmp_path):
-    store.create_project("ann", {})
-    copy = str(tmp_path / "copy.db")
-    raw.execute("VACUUM INTO ?", [copy])
-    with closing(Store(SQLite(copy))) as restored:
-        assert len(listed(restored)) == 1
-    with closing(sqlite3.connect(copy)) as connection:
-        assert connection.execute("PRAGMA journal_mode").fetchall() == [("wal",)]
-
-
 def test_path_is_fixed_when_it_is_opened(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with closing(Store(SQLite("here.db"))) as store:
@@ -1005,15 +936,9 @@ def test_read_that_the_disk_failed_leaves_nothing_in_doubt(store, park, path):
     assert printed == f"Unavailable disk I/O error: {path}\n"
 
 
-def test_etag_with_a_nul_is_no_etag(store, park):
-    with pytest.raises(Stale):
-        store.update_project("ann", park.id, {}, Precondition(["\0"]))
-
-
 @on_sqlite
 def test_store_opens_while_a_writer_is_stuck(store, park, path):
-    with open(f"{path}-lock") as queue:
-        fcntl.flock(queue, fcntl.LOCK_EX)
+    with hold_queue(path):
         assert Store(SQLite(path)).get_project("ann", park.id) == park
 
 
@@ -1107,51 +1032,6 @@ def test_replaced_file_is_not_used_until_a_restart(
     assert listed(open_store()) == [read(park)]
 
 
-def test_file_of_the_same_number_on_another_disk_is_not_used(mount, tmp_path):
-    one, two = tmp_path / "one", tmp_path / "two"
-    for disk in (two, one):
-        mount(disk, "1m")
-        with closing(Store(SQLite(f"{disk}/gardening.db"))) as store:
-            store.add_token("ann", b"1")
-    assert (
-        os.stat(f"{one}/gardening.db").st_ino == os.stat(f"{two}/gardening.db").st_ino
-    )
-    reason = RESTART.format(f"{one}/gardening.db")
-    with ExitStack() as mounted, closing(Store(SQLite(f"{one}/gardening.db"))) as store:
-        store.check()
-        run("mount", "--bind", two, one)
-        mounted.callback(run, "umount", one)
-        with pytest.raises(Unavailable, match=reason):
-            store.revoke_token(1)
-        mounted.pop_all().close()
-        assert store.revoke_token(1)
-
-
-@on_sqlite
-def test_replaced_file_meets_no_wal_of_the_old_one(open_store, path, raw):
-    first, second = open_store(), open_store()
-    for _ in range(50):
-        first.create_project("ann", {"name": "x" * 1000})
-    copy = f"{path}-copy"
-    raw.execute("VACUUM INTO ?", [copy])
-    raw.close()
-    for project in listed(first)[:20]:
-        second.delete_project("ann", project["id"])
-    os.rename(path, f"{path}-old")
-    os.rename(copy, path)
-    before = Path(path).read_bytes()
-    for _ in range(3):
-        for store in (first, second):
-            with pytest.raises(Unavailable):
-                store.check()
-    for store in (first, second):
-        store.close()
-    assert Path(path).read_bytes() == before
-    with closing(sqlite3.connect(f"{path}-old")) as old:
-        assert old.execute("SELECT count(*) FROM project").fetchall() == [(30,)]
-    assert len(listed(open_store())) == 50
-
-
 @pytest.mark.parametrize("name", ["gardening.db", "link.db"])
 def test_wal_without_its_database_is_not_thrown_away(path, name):
     Path(f"{path}-wal").write_text("acknowledged")
@@ -1195,16 +1075,6 @@ def test_damaged_file_is_unavailable_until_it_is_mended(store, park, path, kept)
         file.seek(0)
         file.write(good)
     assert store.get_project("ann", park.id) == park
-
-
-@on_sqlite
-def test_writer_whose_statement_stalls_holds_up_its_process_no_longer(store, park):
-    """Nor does it hold up readers."""
-    with store.engine.transaction():
-        [seconds] = at_once(lambda _: refused(store, "^other writers take too long"), 1)
-        assert TURN_TIMEOUT <= seconds < 2 * TURN_TIMEOUT
-        assert store.get_project("ann", park.id) == park
-    soon(store.create_project, "ann", {})
 
 
 def test_write_that_failed_before_it_was_sent_was_not_made(path):
@@ -1282,22 +1152,6 @@ def test_code_of_an_error_tells_whether_it_is_an_outage(store, name, outage):
         assert (type(found) if found else None) is expected
 
 
-def test_tokens_and_accounts_are_in_order_however_the_rows_lie(store, raw):
-    digest = "CAST('{}' AS BLOB)" if is_sqlite(raw) else "'{}'::bytea"
-    for id, account in [(3, "eve"), (1, "bob"), (2, "ann")]:
-        raw.execute(f"""INSERT INTO token (id, account, digest, created_at)
-            VALUES ({id}, '{account}', {digest.format(id)}, 1)""")
-    assert [token.id for token in store.list_tokens()] == [1, 2, 3]
-    assert [row.name for row in store.list_accounts()] == ["ann", "bob", "eve"]
-
-
-def test_path_may_lead_out_of_a_linked_folder(tmp_path):
-    (tmp_path / "far" / "folder").mkdir(parents=True)
-    (tmp_path / "link").symlink_to(tmp_path / "far" / "folder")
-    with closing(Store(SQLite(f"{tmp_path}/link/../gardening.db"))) as store:
-        store.create_project("ann", {})
-
-
 def test_link_that_leads_nowhere_yet_names_the_new_file(tmp_path):
     link, file = tmp_path / "link.db", tmp_path / "file.db"
     link.symlink_to(file.name)
@@ -1307,18 +1161,3 @@ def test_link_that_leads_nowhere_yet_names_the_new_file(tmp_path):
     assert file.stat().st_mode & 0o777 == 0o600
     with closing(Store(SQLite(str(file)))) as store:
         assert len(listed(store)) == 1
-
-
-@pytest.mark.parametrize("is_idle", [True, False])
-def test_folder_that_is_no_folder_is_unavailable(tmp_path, is_idle):
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    with closing(Store(SQLite(str(folder / "gardening.db")))) as store:
-        store.create_project("ann", {})
-        if not is_idle:
-            store.close()
-        folder.rename(tmp_path / "moved")
-        folder.touch()
-        for use in (store.check, lambda: store.create_project("ann", {})):
-            with pytest.raises(Unavailable):
-                use()
