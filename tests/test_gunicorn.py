@@ -244,13 +244,24 @@ def test_stuck_writer_holds_up_neither_writers_nor_readers_for_long(environment,
         assert timed("PUT", {})[1] == 200
 
 
-def test_body_that_ends_early_changes_nothing(shared):
-    token = token_on(shared.database, "bob")
+@pytest.mark.parametrize(
+    "framing, body, status",
+    [
+        ("Content-Length: 100", b"{}", b"400"),
+        ("Transfer-Encoding: chunked", b"5\r\n{}", b"400"),
+        ("Transfer-Encoding: chunked", b"zz\r\n{}\r\n0\r\n\r\n", b"400"),
+        ("Transfer-Encoding: chunked", b"2\r\n{}\r\n0\r\n\r\n", b"201"),
+    ],
+    ids=["ends early", "chunk ends early", "chunk without a size", "whole chunks"],
+)
+def test_body_must_be_whole(shared, framing, body, status):
+    account = f"of {framing} {body!r}"
+    token = token_on(shared.database, account)
     head = [f"POST {PROJECTS} HTTP/1.1", "Host: x", "Content-Type: application/json"]
-    head += [f"Authorization: Bearer {token}", "Content-Length: 100", "", "{}"]
+    head += [f"Authorization: Bearer {token}", framing, "", ""]
     with connect(shared.port) as connection:
-        connection.sendall("\r\n".join(head).encode())
+        connection.sendall("\r\n".join(head).encode() + body)
         connection.shutdown(socket.SHUT_WR)
-        assert connection.recv(65536).startswith(b"HTTP/1.1 400 ")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 " + status)
     with Client(shared.port, token) as client:
-        assert client.call("GET", PROJECTS) == (200, [])
+        assert len(client.call("GET", PROJECTS)[1]) == (status == b"201")

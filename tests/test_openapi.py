@@ -8,9 +8,8 @@ from urllib.parse import urljoin
 
 import pytest
 from flask.testing import FlaskClient
-from marshmallow import ValidationError
 from rigs.conformance import API, FILE, resolve, validator
-from rigs.running import BIN, LIMIT, POINT, PROJECTS, ROOT, run
+from rigs.running import BIN, LIMIT, PROJECTS, ROOT, run
 
 import schemas
 
@@ -18,36 +17,12 @@ import schemas
 # bloat the generated clients.
 GREETED = {"get", "put"}
 KEY = API["components"]["parameters"]["IdempotencyKey"]["schema"]
-VALUES = [None, True, 0, 1, -1, 1.5, "", "x", "1", [], ["x"], {}, {"x": 1}, 10**400]
-TEXTS = ["a\0b", *["𝄞" * length for length in (100, 101, 1000, 1001)]]
-COORDINATES = [-180, 180, -90, 90, -180.1, 180.1, -90.1, 90.1, 1e308]
-COORDINATES += ["1", True, None, [1]]
-LOCATIONS = [
-    POINT,
-    POINT | {"type": "point"},
-    POINT | {"type": None},
-    POINT | {"bbox": []},
-    POINT | {"longitude": 1},
-    {"type": "Point"},
-    {"coordinates": [1, 2]},
-    *[POINT | {"coordinates": value} for value in [*VALUES, [1], [1, 2, 3]]],
-    *[POINT | {"coordinates": [value, 0]} for value in COORDINATES],
-    *[POINT | {"coordinates": [0, value]} for value in COORDINATES],
-]
 
 
 @pytest.fixture
 def database(path):
     """One engine is enough: what is shown here, they share."""
     return path
-
-
-def loads(schema, body):
-    try:
-        schema.load(body)
-    except ValidationError:
-        return False
-    return True
 
 
 def test_description_is_served_to_anybody(app):
@@ -106,7 +81,6 @@ def test_protected_routes_are_described_as_such():
 
 def test_response_may_hold_text_that_a_request_may_not():
     """An older release took names of any length."""
-    pytest.importorskip("jsonschema_rs")
     created = API["paths"][PROJECTS]["post"]["responses"]["201"]["content"]
     project = created["application/json"]
     longer = {"name": "x" * 1001, "postal_code": "x" * 101}
@@ -124,7 +98,6 @@ def test_response_may_hold_text_that_a_request_may_not():
     ],
 )
 def test_errors_are_lists_of_messages_nested_like_the_body(errors):
-    pytest.importorskip("jsonschema_rs")
     described = validator({"$ref": "#/components/schemas/InvalidProblem"})
     example = API["components"]["responses"]["Invalid"]["content"][
         "application/problem+json"
@@ -202,36 +175,18 @@ def test_described_members_are_those_of_the_schemas():
     assert query == set(schemas.PAGE.fields)
 
 
-@pytest.mark.parametrize("member", [*schemas.PROJECT.fields, "unknown"])
-def test_description_and_schema_accept_the_same(member):
-    pytest.importorskip("jsonschema_rs")
-    described = validator({"$ref": "#/components/schemas/ProjectInput"})
-    values = [*VALUES, *LOCATIONS, *TEXTS]
-    accepted = [loads(schemas.PROJECT, {member: value}) for value in values]
-    assert [described.is_valid({member: value}) for value in values] == accepted
-    assert any(accepted) == (member != "unknown")
-
-
-def test_description_and_schema_accept_the_same_documents():
-    pytest.importorskip("jsonschema_rs")
-    described = validator({"$ref": "#/components/schemas/ProjectInput"})
-    for value in VALUES:
-        assert described.is_valid(value) == loads(schemas.PROJECT, value)
-
-
 @pytest.mark.parametrize("name", schemas.PAGE.fields)
 def test_description_and_schema_accept_the_same_query(name):
-    pytest.importorskip("jsonschema_rs")
     described = validator(
         resolve({"$ref": f"#/components/parameters/{name}"})["schema"]
     )
     for value in (-1, 0, 1, 20, 1000, 1001, 2**53 - 1, 2**53):
-        assert described.is_valid(value) == loads(schemas.PAGE, {name: str(value)})
+        errors = schemas.PAGE.validate({name: str(value)})
+        assert described.is_valid(value) == (not errors)
 
 
 @pytest.mark.parametrize("key", ["k", "a b", "~" * 255, f'"{"8e03978e-" * 4}"'])
 def test_printable_key_is_described_and_taken(client, key):
-    pytest.importorskip("jsonschema_rs")
     assert validator(KEY).is_valid(key)
     response = client.post(PROJECTS, json={}, headers={"Idempotency-Key": key})
     assert response.status_code == 201
@@ -239,7 +194,6 @@ def test_printable_key_is_described_and_taken(client, key):
 
 @pytest.mark.parametrize("key", ["", "~" * 256, "é", "a\tb", "\x7f"])
 def test_other_key_is_not_described_and_refused(client, key):
-    pytest.importorskip("jsonschema_rs")
     assert not validator(KEY).is_valid(key)
     response = client.post(PROJECTS, json={}, headers={"Idempotency-Key": key})
     assert response.status_code == 400
@@ -248,7 +202,6 @@ def test_other_key_is_not_described_and_refused(client, key):
 
 
 def test_examples_are_valid():
-    pytest.importorskip("jsonschema_rs")
     checked = [check_examples(item) for item in walk(API) if "schema" in item]
     assert sum(checked) > 20
 

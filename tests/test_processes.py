@@ -202,31 +202,6 @@ def test_accepted_request_is_answered_after_term(environment, token):
 
 
 @pytest.mark.parametrize(
-    "chunks, status",
-    [
-        (b"2\r\n{}\r\n0\r\n\r\n", b"201"),
-        (b"zz\r\n{}\r\n0\r\n\r\n", b"400"),
-        (b"5\r\n{}", b"400"),
-        (b"20000\r\n" + b"x" * 0x20000 + b"\r\n0\r\n\r\n", b"413"),
-    ],
-    ids=["good", "no size", "cut off", "too much"],
-)
-def test_body_may_come_in_chunks(gardening, chunks, status):
-    address = gardening.url.removeprefix("http://").split(":")
-    with socket.create_connection(address, LIMIT) as connection:
-        head = [
-            f"POST {PROJECTS} HTTP/1.1",
-            "Host: x",
-            "Content-Type: application/json",
-        ]
-        head += [f"{name}: {value}" for name, value in gardening.headers.items()]
-        head += ["Transfer-Encoding: chunked", "", ""]
-        connection.sendall("\r\n".join(head).encode() + chunks)
-        connection.shutdown(socket.SHUT_WR)
-        assert connection.recv(100).startswith(b"HTTP/1.1 " + status)
-
-
-@pytest.mark.parametrize(
     "command",
     [["flask", "run", "--port=0"], ["flask", "token", "list"], ["gunicorn"]],
     ids=lambda command: "-".join(command[:2]),
@@ -301,31 +276,6 @@ def test_worker_that_starts_without_the_file_says_so_and_creates_none(
         assert process.poll() is None
 
 
-REPLACE = """
-import os, sqlite3, sys, threading
-from engines.sqlite import SQLite
-from store import Store
-path = sys.argv[1]
-store = Store(SQLite(path))
-store.check()
-user = threading.Thread(target=lambda _: threading.Event().wait(), args=[store], daemon=True)
-user.start()  # Python's end collects nothing that such a thread refers to
-copied = sqlite3.connect(path)
-copied.execute("VACUUM INTO ?", [f"{path}-copy"])
-copied.close()
-store.create_project("ann", {"name": "after the copy"})
-os.rename(f"{path}-copy", path)
-"""
-
-
-def test_process_that_ends_leaves_nothing_beside_a_replaced_file(path):
-    """Nobody calls the store after the replacement."""
-    run(sys.executable, "-c", REPLACE, path)
-    with closing(sqlite3.connect(path)) as connection:
-        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
-        assert connection.execute("SELECT * FROM project").fetchall() == []
-
-
 @pytest.mark.parametrize("is_met", [False, True], ids=["idle", "asked"])
 def test_service_that_is_stopped_leaves_nothing_beside_a_replaced_file(
     environment, token, path, tmp_path, is_met
@@ -376,6 +326,20 @@ def test_fork_takes_no_connection_along(path, check_integrity):
     with closing(sqlite3.connect(path)) as connection:
         count = "SELECT projects FROM account"
         assert connection.execute(count).fetchall() == [(5,)]
+
+
+def test_worker_takes_no_file_that_has_replaced_the_one_it_started_with(
+    environment, token, path
+):
+    """Nobody has called it before."""
+    with gunicorn(environment) as (_, port):
+        with Client(port, token) as client:
+            client.call("GET", "/api/v1/hello-service")  # it has started
+        with closing(sqlite3.connect(path)) as copied:
+            copied.execute("VACUUM INTO ?", [f"{path}-copy"])
+        os.rename(f"{path}-copy", path)
+        with Client(port, token) as client:
+            assert client.call("POST", PROJECTS, {})[0] == 503
 
 
 def test_reload_serves_the_code_of_the_next_release(environment, tmp_path):

@@ -1,19 +1,36 @@
-"""The shapes of what a caller may send."""
+"""The shapes of what a caller may send: those of schemas.py, and openapi.json's."""
 
 import json
+from contextlib import suppress
 
 import pytest
 from marshmallow import ValidationError
+from rigs.conformance import validator
 from rigs.running import POINT
 
 import schemas
+
+DESCRIBED = validator({"$ref": "#/components/schemas/ProjectInput"})
 
 
 def at(*coordinates):
     return {"location": {"type": "Point", "coordinates": list(coordinates)}}
 
 
-def errors(schema, body):
+def load(body):
+    """What is taken of it; the description takes it, too."""
+    assert DESCRIBED.is_valid(body)
+    return schemas.PROJECT.load(body)
+
+
+def errors(body):
+    """Why it is refused; the description refuses it, too."""
+    with suppress(UnicodeEncodeError):  # a surrogate, of which it has no notion
+        assert not DESCRIBED.is_valid(body)
+    return errors_of(schemas.PROJECT, body)
+
+
+def errors_of(schema, body):
     with pytest.raises(ValidationError) as caught:
         schema.load(body)
     return caught.value.normalized_messages()
@@ -31,35 +48,33 @@ def errors(schema, body):
     ],
 )
 def test_project_members_come_through_unchanged(body):
-    assert schemas.PROJECT.load(body) == body
+    assert load(body) == body
 
 
 @pytest.mark.parametrize(
     "coordinates", [(-180, -90), (180, 90), (0, 0), (-0.0, 1e-300), (179.9999999, 1)]
 )
 def test_point_keeps_its_numbers(coordinates):
-    loaded = schemas.PROJECT.load(at(*coordinates))
+    loaded = load(at(*coordinates))
     assert json.loads(json.dumps(loaded)) == at(*coordinates)
 
 
 @pytest.mark.parametrize("value", [None, 1, "x", [], {"a": 1}])
 def test_output_only_members_are_ignored_whatever_they_hold(value):
     names = ("id", "created_at", "updated_at", "version")
-    assert schemas.PROJECT.load(dict.fromkeys(names, value)) == {}
+    assert load(dict.fromkeys(names, value)) == {}
 
 
 @pytest.mark.parametrize("body", [None, 1, "x", [], [{}], True, 1.5])
 def test_body_that_is_no_object_is_refused(body):
-    assert errors(schemas.PROJECT, body) == {
-        "_schema": ["The body must be a JSON object."]
-    }
+    assert errors(body) == {"_schema": ["The body must be a JSON object."]}
 
 
 def test_length_of_text_is_limited_in_characters():
     texts = {"name": "😀" * 1000, "postal_code": "é" * 100}
-    assert schemas.PROJECT.load(texts) == texts
+    assert load(texts) == texts
     for name, text in texts.items():
-        [message] = errors(schemas.PROJECT, {name: text + "x"})[name]
+        [message] = errors({name: text + "x"})[name]
         assert message == f"Longer than maximum length {len(text)}."
 
 
@@ -69,7 +84,7 @@ NOT_STORED = ["\0", "a\0b", "a\n\0", "\ud800", "a\udfffb\n"]
 @pytest.mark.parametrize("value", [1, 1.5, True, [], {}, ["x"], *NOT_STORED])
 @pytest.mark.parametrize("member", ["name", "postal_code"])
 def test_text_is_a_unicode_string(member, value):
-    assert list(errors(schemas.PROJECT, {member: value})) == [member]
+    assert list(errors({member: value})) == [member]
 
 
 @pytest.mark.parametrize(
@@ -95,6 +110,8 @@ def test_text_is_a_unicode_string(member, value):
         POINT | {"coordinates": [1, 2, 3]},
         POINT | {"coordinates": [37.77, -122.4]},
         POINT | {"coordinates": [180.1, 0]},
+        POINT | {"coordinates": [-180.1, 0]},
+        POINT | {"coordinates": [0, 90.1]},
         POINT | {"coordinates": [0, -90.1]},
         POINT | {"coordinates": ["1", 2]},
         POINT | {"coordinates": [True, 2]},
@@ -106,12 +123,12 @@ def test_text_is_a_unicode_string(member, value):
     ],
 )
 def test_location_is_a_point_on_earth(location):
-    assert list(errors(schemas.PROJECT, {"location": location})) == ["location"]
+    assert list(errors({"location": location})) == ["location"]
 
 
 def test_every_wrong_member_is_named_where_it_stands():
     body = {"name": 1, "nmae": "x"} | at("1", 91)
-    found = errors(schemas.PROJECT, body)
+    found = errors(body)
     assert set(found) == {"name", "nmae", "location"}
     assert set(found["location"]["coordinates"]) == {0, 1}
 
@@ -139,12 +156,12 @@ NO_NUMBERS += ["²", "①", "9" * 5000]
 @pytest.mark.parametrize("value", [*NO_NUMBERS, str(2**53)])
 @pytest.mark.parametrize("name", ["page", "after"])
 def test_page_and_after_are_numbers_from_0(value, name):
-    assert list(errors(schemas.PAGE, {name: value})) == [name]
+    assert list(errors_of(schemas.PAGE, {name: value})) == [name]
 
 
 @pytest.mark.parametrize("value", [*NO_NUMBERS, "0", "1001"])
 def test_size_is_a_number_from_1_to_1000(value):
-    assert list(errors(schemas.PAGE, {"size": value})) == ["size"]
+    assert list(errors_of(schemas.PAGE, {"size": value})) == ["size"]
 
 
 def test_first_row_of_any_page_is_a_number_that_a_database_takes():
@@ -152,7 +169,7 @@ def test_first_row_of_any_page_is_a_number_that_a_database_takes():
 
 
 def test_unknown_query_parameter_is_refused():
-    assert list(errors(schemas.PAGE, {"pgae": "1"})) == ["pgae"]
+    assert list(errors_of(schemas.PAGE, {"pgae": "1"})) == ["pgae"]
 
 
 @pytest.mark.parametrize(
@@ -167,5 +184,5 @@ def test_unknown_query_parameter_is_refused():
 def test_refusal_of_coordinates_is_in_the_callers_terms(coordinates, told):
     """Without a word of Python, such as tuple."""
     location = POINT | {"coordinates": coordinates}
-    found = errors(schemas.PROJECT, {"location": location})
+    found = errors({"location": location})
     assert found == {"location": {"coordinates": [told]}}
