@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -337,15 +338,6 @@ def test_job_in_the_background_is_not_stopped_by_its_terminal(start):
         assert service.errors() == ""
 
 
-def test_hangup_that_is_ignored_does_not_end_it(start):
-    with start(command=DEAF, stdin=subprocess.DEVNULL) as service:
-        ready = service.read()
-        service.process.send_signal(signal.SIGHUP)
-        assert call_projects(**ready) == (200, [])
-        service.process.terminate()
-        assert service.process.wait(LIMIT) == 0
-
-
 def test_settings_of_the_caller_do_not_reach_the_service(start, tmp_path):
     for name in ("app", "auth", "flask", "schemas", "store", "testing"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('theirs')")
@@ -447,14 +439,23 @@ def test_end_of_one_process_is_the_end_of_both(start, killed, number):
             assert status == (0 if number == signal.SIGTERM else -number)
 
 
-def test_signals_to_a_master_leave_the_data_alone(service):
-    ready = service.read()
-    call_projects(**ready, method="POST", body={})
-    for number in (signal.SIGTTIN, signal.SIGTTOU, signal.SIGUSR2, signal.SIGWINCH):
-        os.kill(service.process.pid, number)
-    for _ in range(10):
-        assert len(call_projects(**ready)[1]) == 1
-    assert len(workers(service.process)) == 1
+def ignored(pid):
+    """The signals that the process ignores."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    mask = int(re.search(r"SigIgn:\s*(\w+)", status)[1], 16)
+    return {number for number in signal.valid_signals() if mask >> (number - 1) & 1}
+
+
+def test_no_signal_reloads_it_or_starts_a_second_worker(start):
+    """SIGHUP ends it, but not under nohup."""
+    others = {signal.SIGTTIN, signal.SIGTTOU, signal.SIGUSR2, signal.SIGWINCH}
+    with start(command=DEAF, stdin=subprocess.DEVNULL) as service:
+        service.read()
+        [worker] = workers(service.process)
+        assert ignored(service.process.pid) >= others | {signal.SIGHUP}
+        assert ignored(worker) >= {signal.SIGHUP}
+        service.process.terminate()
+        assert service.process.wait(LIMIT) == 0
 
 
 def test_real_failures_are_in_its_log(service):
