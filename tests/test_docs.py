@@ -188,40 +188,6 @@ def test_service_without_the_package_has_no_page(without_docs, token):
         assert client.call("POST", PROJECTS, {})[0] == 201
 
 
-@pytest.mark.parametrize("base", ["alone", UNDER_A_PREFIX], indirect=True)
-def test_page_runs_its_own_scripts_alone(page, base):
-    """The fixture `docs` fails if its own ones were refused."""
-    refused = []
-    page.on("console", lambda message: refused.append(message.text))
-    page.goto(f"{base}/docs/")
-    page.get_by_text("List your Projects").wait_for()
-    page.evaluate("""() => {
-        const script = document.createElement("script");
-        script.textContent = "window.injected = true";
-        document.body.append(script);
-    }""")
-    assert page.evaluate("window.injected") is None
-    [told] = refused
-    assert "Content Security Policy" in told
-
-
-@pytest.mark.parametrize("base", ["alone", UNDER_A_PREFIX], indirect=True)
-def test_page_cannot_be_framed(page, base):
-    page.goto(f"{base}/openapi.json")
-    page.evaluate(
-        """url => new Promise(done => {
-            const frame = document.createElement("iframe");
-            frame.onload = done;
-            frame.src = url;
-            document.body.append(frame);
-        })""",
-        f"{base}/docs/",
-    )
-    [_, frame] = page.frames
-    assert "List your Projects" not in frame.content()
-    assert frame.url.startswith("chrome-error:")
-
-
 def test_page_is_as_wide_as_a_phone(browser, alone):
     pytest.importorskip("flask_swagger_ui")
     phone = {"viewport": {"width": 390, "height": 844}, "is_mobile": True}
