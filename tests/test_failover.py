@@ -1,13 +1,10 @@
 """What happens to the service when PostgreSQL is killed, restarted, replaced or silent."""
 
 import json
-import os
-import signal
 import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from itertools import count
 from statistics import median
 
@@ -32,7 +29,6 @@ from rigs.running import (
     gunicorn,
     token_on,
     wait_for,
-    workers,
 )
 
 from engines.base import OutcomeUnknown, Unavailable
@@ -145,26 +141,6 @@ def test_restart_is_noticed_before_a_request_fails(fragile, mode):
             list(clients.map(work, range(8)))
 
 
-def test_worker_that_starts_during_an_outage_outlives_it(fragile):
-    database = fragile.database_url("postgres")
-    token = token_on(database)
-    with gunicorn(environment_of(database), "--log-level=critical") as (process, port):
-
-        def status():
-            with Client(port, token) as client:
-                return client.call("GET", PROJECTS)[0]
-
-        assert status() == 200
-        fragile.invoke("pg_ctl", "stop", "-m", "immediate")
-        [worker] = workers(process)
-        os.kill(worker, signal.SIGKILL)
-        wait_for(lambda: workers(process) not in ([], [worker]))
-        assert status() == 503
-        fragile.invoke("pg_ctl", "start")
-        wait_for(lambda: status() == 200)
-        assert process.poll() is None
-
-
 def test_lost_connection_takes_the_idle_ones_along(fragile, open_store_on):
     """Else each of them would be tried for 5 s, and leave a write in doubt."""
     database = fragile.database_url("postgres")
@@ -177,26 +153,6 @@ def test_lost_connection_takes_the_idle_ones_along(fragile, open_store_on):
         time.sleep(store.engine.PAUSE)
         with lasts(0, 4), fails(Unavailable):
             store.create_project("ann", {})
-
-
-def test_server_that_only_reads_is_unavailable_to_writers(fragile, open_store_on):
-    store = open_store_on(fragile.database_url("postgres"))
-    id = store.create_project("ann", {}).id
-    fragile.configure(default_transaction_read_only="on")
-    fragile.invoke("pg_ctl", "reload")
-
-    def refused():
-        try:
-            store.update_project("ann", id, {})
-        except Unavailable as error:
-            return type(error) is Unavailable
-
-    assert wait_for(refused)
-    fragile.configure(default_transaction_read_only="off")
-    fragile.invoke("pg_ctl", "reload")
-    with suppress(Unavailable):  # until the server has read its settings
-        store.update_project("ann", id, {})
-    wait_for(lambda: json.loads(store.get_project("ann", id).document)["version"] > 1)
 
 
 @pytest.mark.parametrize("default", ["off", "local"])

@@ -13,6 +13,7 @@ import time
 import uuid
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 from rigs.outside import (
@@ -385,25 +386,25 @@ def test_bind_chooses_the_address_which_must_be_free(start):
         assert service.read()["url"] == f"http://{address}"
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "", "localhost"])
-def test_address_that_it_prints_can_be_called(start, host):
-    with start("--bind", f"{host}:0") as service:
-        ready = service.read()
-        assert ready["url"].startswith("http://127.0.0.1:")
-        assert call_projects(**ready) == (200, [])
+IPV6 = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
 
 
-@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
-@pytest.mark.parametrize("host", ["[::1]", "[::]"])
-def test_ipv6_takes_brackets(start, host):
+@pytest.mark.parametrize(
+    ("host", "printed"),
+    [
+        ("0.0.0.0", "127.0.0.1"),
+        ("", "127.0.0.1"),
+        ("localhost", "127.0.0.1"),
+        pytest.param("[::1]", "[::1]", marks=IPV6),
+        pytest.param("[::]", "[::1]", marks=IPV6),
+    ],
+)
+def test_address_that_it_prints_can_be_called(start, host, printed):
     with start("--bind", f"{host}:0") as service:
         ready = service.read()
-        assert ready["url"].startswith("http://[::1]:")
-        client = http.client.HTTPConnection(ready["url"].removeprefix("http://"))
-        client.timeout = LIMIT
-        client.request("GET", "/api/v1/hello-service")
-        assert client.getresponse().status == 200
-        client.close()
+        assert ready["url"].startswith(f"http://{printed}:")
+        with urlopen(f"{ready['url']}/health", timeout=LIMIT) as response:
+            assert response.status == 200
 
 
 def test_service_that_does_not_start_says_why(start, tmp_path):
