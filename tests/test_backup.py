@@ -18,21 +18,21 @@ from rigs.layouts import lay_out
 from rigs.running import (
     BIN,
     LIMIT,
+    ON_POSTGRESQL,
+    ON_SQLITE,
     POINT,
     ROOT,
     at_once,
     environment_of,
     fill,
     needs,
-    on_sqlite,
     run,
     store_on,
     wait_for,
 )
 
 from app import create_app
-from engines import backup as module
-from engines.backup import BadBackup
+from engines.backup import BadBackup, backup, restore
 from engines.base import Unavailable
 from engines.files import new_file
 from engines.postgres import TIMEOUT
@@ -53,14 +53,6 @@ TEXTS = [
     json.dumps({"name": "é"}),
 ]
 LINE = {"type": "Point", "coordinates": [-122.4410896675, 5e-324]}
-
-
-def backup(store, file):
-    module.backup(store.engine, file)
-
-
-def restore(store, file):
-    module.restore(store.engine, file)
 
 
 def digest(text):
@@ -168,9 +160,9 @@ def test_seq_of_a_deleted_project_is_not_given_again(
 ):
     store.create_project("ann", {})
     store.delete_project("ann", store.create_project("ann", {}).id)
-    backup(store, file)
+    backup(store.engine, file)
     restored = open_target()
-    restore(restored, file)
+    restore(restored.engine, file)
     for each in store, restored:
         each.create_project("ann", {})
         assert each.list_projects("ann", Page(0, 1)).next_after == 1
@@ -193,14 +185,14 @@ def test_backup_is_private_and_replaces_nothing(store, database, file):
 def test_backup_replaces_no_link_that_leads_nowhere(store, file):
     os.symlink("nowhere", file)
     with pytest.raises(Unavailable, match="^File exists: "):
-        backup(store, file)
+        backup(store.engine, file)
     assert os.readlink(file) == "nowhere"
 
 
 def test_first_token_after_a_restore_without_one_has_the_id_1(store, file, open_target):
-    backup(store, file)
+    backup(store.engine, file)
     restored = open_target()
-    restore(restored, file)
+    restore(restored.engine, file)
     assert restored.add_token("ann", digest("one")) == 1
 
 
@@ -226,7 +218,7 @@ def test_backup_is_the_state_of_one_moment(store, file, tmp_path):
     writer.start()
     try:
         for number in range(5):
-            backup(store, f"{file}{number}")
+            backup(store.engine, f"{file}{number}")
     finally:
         ended.set()
         writer.join(LIMIT)
@@ -241,7 +233,7 @@ def test_backup_is_the_state_of_one_moment(store, file, tmp_path):
 
 def test_one_of_many_backups_to_one_file_is_made(source, file):
     before = set(os.listdir(os.path.dirname(file)))
-    results = at_once(lambda _: backup(source, file), 4, errors=Unavailable)
+    results = at_once(lambda _: backup(source.engine, file), 4, errors=Unavailable)
     assert sum(isinstance(each, Unavailable) for each in results) == 3
     assert set(os.listdir(os.path.dirname(file))) - before == {os.path.basename(file)}
     with closing(sqlite3.connect(file)) as copy:
@@ -252,7 +244,7 @@ def test_one_of_many_backups_to_one_file_is_made(source, file):
 def test_database_that_holds_something_is_left_alone(
     source, database, file, open_target, what
 ):
-    backup(source, file)
+    backup(source.engine, file)
     taken = open_target()
     if what == "token":
         taken.add_token("eve", digest("eve's"))
@@ -262,7 +254,7 @@ def test_database_that_holds_something_is_left_alone(
             taken.delete_project("eve", id)
     before = everything(taken)
     with pytest.raises(Unavailable, match="^the database to fill is not empty$"):
-        restore(taken, file)
+        restore(taken.engine, file)
     assert everything(taken) == before
 
 
@@ -283,7 +275,7 @@ backup.restore(engine, sys.argv[2])
 def test_kill_in_the_middle_leaves_the_database_empty(
     source, file, target, open_target
 ):
-    backup(source, file)
+    backup(source.engine, file)
     script = [sys.executable, "-c", RESTORE, target, file]
     pipe = subprocess.PIPE
     with subprocess.Popen(script, cwd=ROOT, stdin=pipe, stdout=pipe) as process:
@@ -293,7 +285,7 @@ def test_kill_in_the_middle_leaves_the_database_empty(
 
     def restored():
         with suppress(Unavailable):  # until the server knows that the process is gone
-            restore(empty, file)
+            restore(empty.engine, file)
             return True
 
     wait_for(restored)
@@ -390,7 +382,7 @@ def filled(tmp_path_factory):
             store.add_token("ann", digest(name))
         with closing(sqlite3.connect(folder / "gardening.db")) as raw, raw:
             raw.execute("INSERT INTO part VALUES ('z', ?, 'zone')", [id])
-        backup(store, str(folder / "backup.db"))
+        backup(store.engine, str(folder / "backup.db"))
     return str(folder / "backup.db")
 
 
@@ -406,7 +398,7 @@ def test_damaged_backup_is_refused_or_can_be_read(filled, tmp_path):
         file.write_bytes((good[:start] + damage + good[start + length :])[: len(good)])
         with closing(store_on(str(tmp_path / f"{number}-restored.db"))) as store:
             try:
-                restore(store, str(file))
+                restore(store.engine, str(file))
             except BadBackup as error:
                 refused += 1
                 assert "\n" not in str(error)
@@ -436,9 +428,9 @@ def test_file_that_is_no_backup_is_refused_in_one_line(target, tmp_path):
 def test_database_in_memory_can_be_copied_and_restored(file):
     with closing(store_on(":memory:")) as store:
         created = store.create_project("ann", {})
-        backup(store, file)
+        backup(store.engine, file)
     with closing(store_on(":memory:")) as restored:
-        restore(restored, file)
+        restore(restored.engine, file)
         assert restored.get_project("ann", created.id) == created
 
 
@@ -451,7 +443,7 @@ def test_backup_of_an_older_release_is_brought_up_to_date(
         older.execute("VACUUM INTO ?", [file])
     before = Path(file).read_bytes()
     restored = open_target()
-    restore(restored, file)
+    restore(restored.engine, file)
     accounts = [(a.name, a.projects, a.tokens) for a in restored.list_accounts()]
     assert accounts == [("ann", 2, 1), ("bob é", 1, 0), ("eve", 0, 1)]
     assert restored.list_projects("ann", Page(0, 1, 2)).next_after is None
@@ -460,7 +452,7 @@ def test_backup_of_an_older_release_is_brought_up_to_date(
     assert Path(file).read_bytes() == before
 
 
-@on_sqlite
+@ON_SQLITE
 def test_file_that_appears_during_a_backup_is_not_replaced(source, file, monkeypatch):
     """On a file system with links, and on one without."""
     for link in (os.link, None):
@@ -508,7 +500,7 @@ def test_tables_are_copied_whole(raw, open_store):
     assert tables == set(COLUMNS)
 
 
-@on_sqlite
+@ON_SQLITE
 @pytest.mark.parametrize("name", ["a#1.db", "odd ?%20&.db", "file:x?mode=rw", "grün"])
 def test_file_may_have_any_name(source, database, tmp_path, monkeypatch, name):
     """Also one that is relative to the present folder."""
@@ -529,23 +521,23 @@ CREATE VIEW account AS SELECT accounts.* FROM accounts, pg_sleep({TIMEOUT + 0.2}
 """
 
 
-@pytest.mark.parametrize("database", ["PostgreSQL"], indirect=True)
+@ON_POSTGRESQL
 def test_restore_may_take_longer_than_a_request(store, raw, filled):
     raw.execute(SLOW_FILLING)
-    restore(store, filled)
+    restore(store.engine, filled)
     assert [account.name for account in store.list_accounts()] == ["ann", "bob"]
 
 
-@pytest.mark.parametrize("database", ["PostgreSQL"], indirect=True)
+@ON_POSTGRESQL
 def test_backup_may_take_longer_than_a_request(store, raw, file):
     store.create_project("ann", {})
     raw.execute(SLOW_READING)
-    backup(store, file)
+    backup(store.engine, file)
     with closing(sqlite3.connect(file)) as copy:
         assert copy.execute("SELECT name FROM account").fetchall() == [("ann",)]
 
 
-@on_sqlite
+@ON_SQLITE
 @needs("strace")
 def test_backup_is_on_the_disk_before_it_has_its_name(store, database, file, tmp_path):
     """By an fsync of our own, whatever SQLite does."""
@@ -579,7 +571,7 @@ print(peak() - before)
 """
 
 
-@pytest.mark.parametrize("database", ["PostgreSQL"], indirect=True)
+@ON_POSTGRESQL
 def test_backup_does_not_hold_a_table_in_memory(store, raw, database, file):
     raw.execute("""INSERT INTO project (id, account, seq, name, created_at, updated_at)
         SELECT n, 'ann', n, repeat('x', 10000), 1, 1 FROM generate_series(1, 4000) AS n""")
@@ -590,7 +582,7 @@ def test_backup_does_not_hold_a_table_in_memory(store, raw, database, file):
 
 def test_backup_can_be_served_as_it_is(store, file):
     store.create_project("ann", {})
-    backup(store, file)
+    backup(store.engine, file)
     with closing(store_on(file)) as copy:
         before = copy.list_projects("ann").etag
         assert copy.engine.read("PRAGMA journal_mode", {}) == [("wal",)]
@@ -613,7 +605,7 @@ def test_backup_that_has_lost_a_token_is_damaged(filled, tmp_path, open_target):
         pages.seek(-2, os.SEEK_CUR)
         pages.write(b"\0\1")
     with pytest.raises(BadBackup, match="^the backup is damaged, "):
-        restore(open_target(), file)
+        restore(open_target().engine, file)
 
 
 @pytest.mark.parametrize("member", ["name", "postal_code"])
@@ -644,7 +636,7 @@ def test_what_is_counted_is_counted_anew(filled, open_target, tmp_path, script):
     file = shutil.copy(filled, tmp_path)
     spoil(file, script)
     restored = open_target()
-    restore(restored, file)
+    restore(restored.engine, file)
     name = "eve" if "eve" in script else "ann"
     counts = {account.name: account.projects for account in restored.list_accounts()}
     assert counts == {"ann": 0, name: 1, "bob": 60}

@@ -10,7 +10,7 @@ from unicodedata import normalize
 import click
 import pytest
 from click.testing import CliRunner
-from rigs.running import on_sqlite
+from rigs.running import ON_SQLITE
 
 from app import create_app
 from commands import utc
@@ -51,7 +51,7 @@ def test_any_token_can_be_revoked(command):
     assert again == "Error: There is no token with the ID 1.\n"
 
 
-@on_sqlite
+@ON_SQLITE
 @pytest.mark.parametrize(
     "words",
     [
@@ -94,7 +94,7 @@ def test_lifetime_is_shown_with_its_end(command, days):
         assert lifetime.days == int(days)
 
 
-@on_sqlite
+@ON_SQLITE
 @pytest.mark.parametrize("words", [["create", "ann"], ["revoke", "1"]])
 def test_lost_database_is_one_line_of_error(command, path, words):
     command("token", "list")
@@ -159,7 +159,7 @@ def test_accounts_that_only_look_alike_are_two(command, store):
     assert len(store.list_accounts()) == 4
 
 
-@on_sqlite
+@ON_SQLITE
 @pytest.mark.parametrize(
     "name", ["", " ", " a", "a ", "a\n", "a\0b", "x" * 256, "\xa0a"]
 )
@@ -212,7 +212,7 @@ def test_account_is_deleted_with_all_that_is_its_own(command, store, raw):
     assert store.list_projects("ann").etag != before
 
 
-@on_sqlite
+@ON_SQLITE
 @pytest.mark.parametrize(
     ("answer", "is_left"), [("n\n", True), ("", True), ("y\n", False)]
 )

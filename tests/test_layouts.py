@@ -7,15 +7,15 @@ from contextlib import closing
 import psycopg
 import pytest
 from rigs.layouts import lay_out
-from rigs.running import POINT, at_once, store_on
+from rigs.running import ON_POSTGRESQL, POINT, at_once, store_on
 
-from engines import tables as module
 from engines.base import Unavailable
 from engines.postgres import PostgreSQL
 from engines.sqlite import SQLite
+from engines.tables import LAYOUT
 from store import Store
 
-OLDER = range(1, module.LAYOUT)
+OLDER = range(1, LAYOUT)
 ADVICE = "Raise LAYOUT, and add the step to UPGRADES and to tests/rigs/layouts.py."
 
 
@@ -109,7 +109,7 @@ def test_account_that_lost_its_last_project_is_brought_up_to_date(older, open_st
     assert store.list_projects("bob é").document == b"[" + created.document + b"]"
 
 
-@pytest.mark.parametrize("layout", [*OLDER, module.LAYOUT])
+@pytest.mark.parametrize("layout", [*OLDER, LAYOUT])
 def test_database_that_was_brought_up_to_date_is_like_a_new_one(
     raw, layout, open_store, tmp_path, request
 ):
@@ -147,9 +147,9 @@ def test_upgrade_that_fails_changes_nothing(older, open_store):
 
 def has_a_newer_layout(raw):
     if isinstance(raw, sqlite3.Connection):
-        raw.execute(f"PRAGMA user_version = {module.LAYOUT + 1}")
+        raw.execute(f"PRAGMA user_version = {LAYOUT + 1}")
     else:
-        comment = f"Gardening Project Service, layout {module.LAYOUT + 1}"
+        comment = f"Gardening Project Service, layout {LAYOUT + 1}"
         raw.execute(f"COMMENT ON TABLE project IS '{comment}'")
 
 
@@ -208,7 +208,7 @@ OLD_DELETE = """
     DELETE FROM project USING revised WHERE id = %(id)s RETURNING id"""
 
 
-@pytest.mark.parametrize("database", ["PostgreSQL"], indirect=True)
+@ON_POSTGRESQL
 def test_processes_of_the_older_release_go_on_counting(open_store, raw):
     store = open_store()
     for account in ("ann", "bob"):

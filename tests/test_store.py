@@ -17,21 +17,29 @@ from pathlib import Path
 import pytest
 from rigs.running import (
     LIMIT,
+    ON_SQLITE,
     POINT,
     ROOT,
     at_once,
     needs,
-    on_sqlite,
     openings,
     run,
     soon,
     wait_for,
 )
 
-import store as module
 from engines.base import OutcomeUnknown, Unavailable
 from engines.sqlite import LOCK_TIMEOUT, TURN_TIMEOUT, Connection, SQLite
-from store import KeyReused, KeySpent, NotFound, Page, Precondition, Stale, Store
+from store import (
+    KeyReused,
+    KeySpent,
+    NotFound,
+    Page,
+    Precondition,
+    Stale,
+    Store,
+    digest_of,
+)
 
 MEMBERS = [
     "id",
@@ -358,8 +366,8 @@ def test_key_of_an_older_release_goes_on_working(store, raw):
 
 def test_member_that_a_later_release_adds_changes_no_digest():
     today = {"name": "Park", "postal_code": None, "location": None}
-    assert module.digest_of(today | {"notes": None}) == module.digest_of(today)
-    assert module.digest_of(today | {"notes": ""}) != module.digest_of(today)
+    assert digest_of(today | {"notes": None}) == digest_of(today)
+    assert digest_of(today | {"notes": ""}) != digest_of(today)
 
 
 def test_key_that_meets_the_deletion_of_its_account_is_no_defect(store):
@@ -384,7 +392,7 @@ def test_key_of_a_deleted_project_is_spent(store):
     store.create_project("bob", {}, key="k")
 
 
-@on_sqlite
+@ON_SQLITE
 def test_create_that_meets_the_deletion_of_its_project_finds_its_key_spent(store, raw):
     store.create_project("ann", {}, key="k")
     raw.execute("""CREATE TRIGGER meanwhile BEFORE INSERT ON idempotency_key
@@ -483,7 +491,7 @@ def test_total_is_exact_however_many_writers_there_are(store, park, raw):
     assert raw.execute(kept).fetchall() == raw.execute(counted).fetchall()
 
 
-@on_sqlite
+@ON_SQLITE
 def test_page_costs_the_same_however_many_projects_there_are(store, raw):
     """Counted in steps of SQLite's virtual machine."""
     for account, count in [("few", 100), ("many", 20_000)]:
@@ -719,7 +727,7 @@ def test_writer_waits_for_a_short_foreign_lock(store, park, foreign_lock, databa
     assert len(listed(store)) == 2
 
 
-@on_sqlite
+@ON_SQLITE
 def test_each_connection_syncs_its_commits_and_checks_references(store):
     for pragma, value in [("synchronous", 2), ("foreign_keys", 1)]:
         assert store.engine.read(f"PRAGMA {pragma}", {}) == [(value,)]
@@ -813,7 +821,7 @@ def attempt(path, script, *tracer):
     return run(*tracer, sys.executable, "-c", ATTEMPT % script, path).stdout
 
 
-@on_sqlite
+@ON_SQLITE
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_file_that_may_only_be_read_is_unavailable_to_writers(store, park, path):
     for folder in Path(path).parents:
@@ -826,7 +834,7 @@ def test_file_that_may_only_be_read_is_unavailable_to_writers(store, park, path)
     assert printed == f"0\nUnavailable {told}\n"
 
 
-@on_sqlite
+@ON_SQLITE
 def test_file_is_durable_and_private(store, path, raw):
     store.create_project("ann", {})
     assert raw.execute("PRAGMA journal_mode").fetchall() == [("wal",)]
@@ -866,14 +874,14 @@ def test_memory_outlives_a_close():
     assert store.get_project("ann", created.id) == created
 
 
-@on_sqlite
+@ON_SQLITE
 @pytest.mark.parametrize("key", [None, "k"])
 def test_writers_queue_in_the_lock_file(store, park, path, key):
     waits(lambda: store.create_project("ann", {}, key), path, hold_queue(path))
     assert len(listed(store)) == 2
 
 
-@on_sqlite
+@ON_SQLITE
 def test_stuck_queue_is_waited_for_once_and_then_looked_at(store, park, path):
     reason = "^(still locked: |other writers take too long)"
     with hold_queue(path):
@@ -886,7 +894,7 @@ def test_stuck_queue_is_waited_for_once_and_then_looked_at(store, park, path):
         assert refused(store) >= TURN_TIMEOUT
 
 
-@on_sqlite
+@ON_SQLITE
 def test_foreign_lock_is_waited_for_by_one_writer_at_a_time(store, park, foreign_lock):
     with foreign_lock():
         assert LOCK_TIMEOUT <= refused(store, "database is locked") < 2 * LOCK_TIMEOUT
@@ -900,7 +908,7 @@ def test_foreign_lock_is_waited_for_by_one_writer_at_a_time(store, park, foreign
         assert refused(store) >= LOCK_TIMEOUT
 
 
-@on_sqlite
+@ON_SQLITE
 def test_lock_that_stops_readers_is_waited_for_once(store, park, raw):
     raw.execute("PRAGMA locking_mode = EXCLUSIVE")
     store.close()  # or the other program could not have it alone
@@ -917,7 +925,7 @@ def test_lock_that_stops_readers_is_waited_for_once(store, park, raw):
 STRACE = ["strace", "-f", "-qq", "-o", os.devnull, "-e"]
 
 
-@on_sqlite
+@ON_SQLITE
 @needs("strace")
 @pytest.mark.parametrize("key", [None, "k"])
 def test_write_that_the_disk_failed_to_sync_is_in_doubt(store, park, path, key):
@@ -927,7 +935,7 @@ def test_write_that_the_disk_failed_to_sync_is_in_doubt(store, park, path, key):
     assert printed == f"OutcomeUnknown disk I/O error: {path}\n"
 
 
-@on_sqlite
+@ON_SQLITE
 @needs("strace")
 def test_read_that_the_disk_failed_leaves_nothing_in_doubt(store, park, path):
     store.close()
@@ -936,7 +944,7 @@ def test_read_that_the_disk_failed_leaves_nothing_in_doubt(store, park, path):
     assert printed == f"Unavailable disk I/O error: {path}\n"
 
 
-@on_sqlite
+@ON_SQLITE
 def test_store_opens_while_a_writer_is_stuck(store, park, path):
     with hold_queue(path):
         assert Store(SQLite(path)).get_project("ann", park.id) == park
@@ -999,7 +1007,7 @@ def test_check_reads_the_database(store, raw):
         store.check()
 
 
-@on_sqlite
+@ON_SQLITE
 @pytest.mark.parametrize("is_idle", [True, False])
 def test_lost_file_is_unavailable_and_not_replaced(store, park, path, is_idle):
     if not is_idle:
@@ -1013,7 +1021,7 @@ def test_lost_file_is_unavailable_and_not_replaced(store, park, path, is_idle):
     assert listed(store) == [read(park)]
 
 
-@on_sqlite
+@ON_SQLITE
 @pytest.mark.parametrize("first", ["check", "write"])
 def test_replaced_file_is_not_used_until_a_restart(
     store, open_store, park, path, raw, first
@@ -1042,7 +1050,7 @@ def test_wal_without_its_database_is_not_thrown_away(path, name):
     assert not os.path.exists(path)
 
 
-@on_sqlite
+@ON_SQLITE
 def test_write_that_met_the_removal_of_its_file_is_in_doubt(
     store, park, path, foreign_lock
 ):
@@ -1059,7 +1067,7 @@ def test_write_that_met_the_removal_of_its_file_is_in_doubt(
             write.result(LIMIT)
 
 
-@on_sqlite
+@ON_SQLITE
 @pytest.mark.parametrize("kept", [0, 100])  # bytes: none, or those of its header
 def test_damaged_file_is_unavailable_until_it_is_mended(store, park, path, kept):
     store.close()
@@ -1142,7 +1150,7 @@ OUTAGES = {
 }
 
 
-@on_sqlite
+@ON_SQLITE
 @pytest.mark.parametrize(("name", "outage"), OUTAGES.items())
 def test_code_of_an_error_tells_whether_it_is_an_outage(store, name, outage):
     error = sqlite3.OperationalError("planned")
