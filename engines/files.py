@@ -75,10 +75,11 @@ class DatabaseFile:
 
     def create(self) -> None:
         """Create a file that is missing and was never seen. Raises OSError, Unavailable."""
+        wal = f"{self._target}-wal"
+        has_wal = os.path.exists(wal)  # asked first, as another may be creating both
         if self._id or self._must_exist or os.path.exists(self.path):
             return
-        wal = f"{self._target}-wal"
-        if os.path.exists(wal):
+        if has_wal:
             # SQLite would delete it, and with it what was acknowledged last.
             raise Unavailable(f"without its database, move this away: {wal}")
         if self._makes_folder:

@@ -714,6 +714,19 @@ def test_stores_may_open_at_once_on_an_empty_database(open_store):
     assert len(listed(open_store())) == 12
 
 
+def test_stores_may_open_at_once_on_a_missing_file(tmp_path, open_store_on):
+    """Often, as a window between two looks at it is small."""
+    for number in range(40):
+        path = str(tmp_path / f"{number}.db")
+        stores = [open_store_on(path) for _ in range(12)]
+        at_once(
+            lambda number, stores=stores: stores[number].create_project("ann", {}), 12
+        )
+        assert len(listed(stores[0])) == 12
+        for store in stores:
+            store.close()
+
+
 @contextmanager
 def hold_queue(path):
     """Holds what writers wait for."""
