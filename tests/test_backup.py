@@ -409,7 +409,8 @@ def test_damaged_backup_is_refused_or_can_be_read(filled, tmp_path):
     assert 10 < refused < 40
 
 
-def test_file_that_is_no_backup_is_refused_in_one_line(target, tmp_path):
+def test_file_that_is_no_backup_is_refused_in_one_line(path, tmp_path):
+    """As a command, which has a limit: a pipe would be read for ever."""
     folder = tmp_path / "folder"
     folder.mkdir()
     os.mkfifo(folder / "pipe")
@@ -419,9 +420,10 @@ def test_file_that_is_no_backup_is_refused_in_one_line(target, tmp_path):
         other.execute("PRAGMA encoding = 'UTF-16'")
         other.execute("CREATE TABLE t (x)")
     before = set(folder.iterdir())
-    for path in (*before, folder / "missing", folder):
-        told = flask(target, "restore", str(path), status=1)
-        assert re.fullmatch(f"Error: [^\n]+: {path}\n", told)
+    for file in (*before, folder / "missing", folder):
+        command = [BIN / "flask", "restore", file]
+        told = run(*command, environment=environment_of(path), status=1).stderr
+        assert re.fullmatch(f"Error: [^\n]+: {file}\n", told)
     assert set(folder.iterdir()) == before
 
 
