@@ -40,12 +40,14 @@ class Connection(Protocol):
     def begin(self, seconds: int) -> None:
         """Begin a transaction that writes, and may take so long; 0: as long as a request."""
 
-    def begin_snapshot(self) -> None:
-        """Begin a long transaction that sees the database as it is at this moment."""
-
     def commit(self) -> None: ...
 
     def close(self) -> None: ...
+
+    # The rest is for backup and restore alone.
+
+    def begin_snapshot(self) -> None:
+        """Begin a long transaction that sees the database as it is at this moment."""
 
     def stream(self, sql: str) -> Iterable[Any]:
         """The rows of a statement, however many: they are not all in memory at once."""
@@ -69,14 +71,16 @@ class Engine(ABC):
     # The revision and the number of the account's Projects; `seq` of the last one here,
     # if others follow; and the JSON array of those after :after and :offset, up to :size.
     LIST: str
+    PAUSE = 1.0  # seconds for which callers are refused after one has waited in vain
+    # For backup and restore alone:
     LAST_TOKEN: str  # the highest id that a token has had, if there was one
     SET_LAST_TOKEN: tuple[str, ...]
-    PAUSE = 1.0  # seconds for which callers are refused after one has waited in vain
     ERROR: type[Exception]  # the base of the driver's errors
 
     def __init__(self) -> None:
         self.idle: dict[int, list[Connection]] = defaultdict(list)
-        # When a reader (False) or a writer (True) may try again; 0: now, as all is well.
+        # After one has waited in vain, readers (False) or writers (True) are refused until
+        # this time. Then one of them tries, and the others once it succeeds. 0: all is well.
         self._retry_at = {False: 0.0, True: 0.0}
         weakref.finalize(self, close_idle, self.idle)  # at the latest as Python exits
 
@@ -91,10 +95,6 @@ class Engine(ABC):
         OutcomeUnknown only for what `writes`.
         """
 
-    def filling(self) -> AbstractContextManager[Connection]:
-        """A transaction that fills empty tables."""
-        return self.transaction(LONG)
-
     def turn(self) -> AbstractContextManager[None]:
         """What a writer waits for before it writes. By default, nothing."""
         return nullcontext()
@@ -102,10 +102,6 @@ class Engine(ABC):
     def waited_in_vain(self, error: BaseException) -> bool:
         """Whether the error says so; then others need not wait as well."""
         return isinstance(error, TimeoutError)
-
-    def save(self, path: str) -> bool:
-        """Copy the database to this empty SQLite file; False if this engine cannot."""
-        return False
 
     def check(self) -> None:
         """Raises Unavailable if the database cannot be read now."""
@@ -198,6 +194,16 @@ class Engine(ABC):
     def close(self) -> None:
         """Close the connections that are idle; the engine can go on, with new ones."""
         close_idle(self.idle)
+
+    # The rest is for backup and restore alone.
+
+    def filling(self) -> AbstractContextManager[Connection]:
+        """A transaction that fills empty tables."""
+        return self.transaction(LONG)
+
+    def save(self, path: str) -> bool:
+        """Copy the database to this empty SQLite file; False if this engine cannot."""
+        return False
 
 
 def close_idle(idle: dict[int, list[Connection]]) -> None:
