@@ -135,13 +135,13 @@ def clone(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def python(clone, tmp_path_factory):
-    """A Python that has installed what the page says, and xdist."""
+    """A Python that has installed what the page says, and what a test here adds."""
     [command] = blocks(PAGE, "pytest")
     *pip, package, requests = command.replace('"', "").split()
     assert [*pip, package] == ["pip", "install", "../CLONE[testing]"]
     package = package.replace("../CLONE", str(clone))
     folder = tmp_path_factory.mktemp("copied")
-    return install(folder, package, requests, "pytest-xdist")
+    return install(folder, package, requests, "pytest-xdist", "jsonschema-rs")
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ from rigs.outside import (
 from rigs.running import LIMIT, PROJECTS, ROOT, at_once, run, wait_for, workers
 
 from app import create_app
+from testing.server import Server
 
 COMMAND = [sys.executable, "-E", "-m", "testing.service"]
 AT_TERMINAL = "import os, sys; os.login_tty(0); os.execv(sys.argv[1], sys.argv[1:])"
@@ -438,6 +439,13 @@ def test_end_of_one_process_is_the_end_of_both(start, killed, number):
             assert "The test service has ended" in service.errors()
         else:
             assert status == (0 if number == signal.SIGTERM else -number)
+
+
+def test_silent_worker_is_not_killed_with_the_data():
+    """By gunicorn's default, it would be after 30 s."""
+    server = Server(socket.create_server(("127.0.0.1", 0)))
+    os.close(int(server.cfg.bind[0].removeprefix("fd://")))
+    assert (server.cfg.timeout, server.cfg.workers) == (0, 1)
 
 
 def ignored(pid):
