@@ -580,3 +580,13 @@ def test_silent_host_before_one_that_refuses_is_tried_by_one_at_a_time():
 
         seconds(0)
         assert sum(at_once(seconds, 8)) < 8
+
+
+def test_long_list_is_not_kept_in_memory(database, open_store_on):
+    store = open_store_on(database)
+    for _ in range(100):
+        store.create_project("ann", {"name": "x" * 10_000})
+    assert len(store.list_projects("ann").document) > 1_000_000
+    [[connection]] = store.engine.idle.values()
+    results = [cursor.pgresult for cursor in connection.cursors.values()]
+    assert sum(result.memory_size for result in results) < 500_000  # bytes

@@ -922,6 +922,20 @@ def test_foreign_lock_is_waited_for_by_one_writer_at_a_time(store, park, foreign
 
 
 @ON_SQLITE
+def test_writer_that_did_not_have_to_wait_lets_the_next_one_try(
+    store, park, path, foreign_lock
+):
+    with foreign_lock():
+        refused(store, "database is locked")
+    time.sleep(store.engine.PAUSE)
+    os.rename(path, f"{path}-away")
+    refused(store, "No such file or directory")
+    os.rename(f"{path}-away", path)
+    assert len(listed(store)) == 1
+    store.create_project("ann", {})
+
+
+@ON_SQLITE
 def test_lock_that_stops_readers_is_waited_for_once(store, park, raw):
     raw.execute("PRAGMA locking_mode = EXCLUSIVE")
     store.close()  # or the other program could not have it alone
