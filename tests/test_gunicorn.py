@@ -262,6 +262,9 @@ def test_body_must_be_whole(shared, framing, body, status):
     with connect(shared.port) as connection:
         connection.sendall("\r\n".join(head).encode() + body)
         connection.shutdown(socket.SHUT_WR)
-        assert connection.recv(65536).startswith(b"HTTP/1.1 " + status)
+        with connection.makefile("rb") as stream:
+            received = stream.read()
+    assert received.startswith(b"HTTP/1.1 " + status)
+    assert (b"The body ended early" in received) == (status == b"400")
     with Client(shared.port, token) as client:
         assert len(client.call("GET", PROJECTS)[1]) == (status == b"201")

@@ -151,32 +151,10 @@ def use(store, key, point):
 # Starting
 
 
-START = """
-import multiprocessing, sys
-from engines.postgres import PostgreSQL
-from store import Store
-
-def start():
-    together.wait()
-    Store(PostgreSQL(sys.argv[1])).create_project("ann", {})
-
-fork = multiprocessing.get_context("fork")
-together = fork.Barrier(8, timeout=60)
-processes = [fork.Process(target=start) for _ in range(8)]
-for process in processes:
-    process.start()
-for process in processes:
-    process.join()
-print([process.exitcode for process in processes])
-"""
-
-
-@pytest.mark.parametrize("isolation", ["read committed", "serializable"])
-def test_many_processes_start_at_once_on_an_empty_database(database, isolation):
-    """Whatever the database's default is."""
-    setting = f"default_transaction_isolation = '{isolation}'"
-    execute(database, f"ALTER DATABASE {database.rpartition('/')[2]} SET {setting}")
-    assert run_on(database, sys.executable, "-c", START, database) == f"{[0] * 8}\n"
+def test_first_uses_at_once_need_no_default_of_the_server(database, open_store_on):
+    name, setting = database.rpartition("/")[2], "default_transaction_isolation"
+    execute(database, f"ALTER DATABASE {name} SET {setting} = 'serializable'")
+    at_once(lambda _: open_store_on(database).create_project("ann", {}))
     assert execute(database, "SELECT created FROM account") == [(8,)]
 
 
