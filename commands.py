@@ -20,17 +20,19 @@ MAX_DAYS = 1_000_000  # 2,700 years; dates end with the year 9999
 
 
 class Command(click.Command):
-    """Says in one line what is wrong, without usage or traceback."""
+    """Says in one line, without usage or traceback, what went wrong as it ran."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except (click.UsageError, BadName, BadBackup, Unavailable) as error:
+        except click.UsageError as error:
+            raise click.ClickException(error.format_message()) from error
+        except (BadName, BadBackup, Unavailable) as error:
             raise click.ClickException(str(error)) from error
 
 
 class Group(Command, AppGroup):
-    """Says the same of its commands."""
+    """Says the same of its commands, and of how they were called."""
 
 
 account_commands = Group("account", help="List and delete accounts.")

@@ -254,3 +254,9 @@ def test_all_tokens_of_an_account_are_revoked(command, store):
         refused = command("token", "revoke", *words)
         assert (refused.exit_code, refused.stderr) == (1, f"Error: {told}\n")
     assert len(store.list_tokens()) == 1
+
+
+@ON_SQLITE
+def test_wrong_option_is_named(command):
+    refused = command("token", "create", "ann", "--days", "0")
+    assert refused.stderr.startswith("Error: Invalid value for '--days': 0 is not in")
