@@ -99,9 +99,9 @@ class Engine(ABC):
         """What a writer waits for before it writes. By default, nothing."""
         return nullcontext()
 
+    @abstractmethod
     def waited_in_vain(self, error: BaseException) -> bool:
         """Whether the error says so; then others need not wait as well."""
-        return isinstance(error, TimeoutError)
 
     def check(self) -> None:
         """Raises Unavailable if the database cannot be read now."""
@@ -171,7 +171,10 @@ class Engine(ABC):
             raise
 
     def fail(self, error: BaseException, writes: bool, is_sent: bool = True) -> None:
-        """Raise the outage that an error means, unless it is a defect."""
+        """Note whether others must pause; raise the outage that the error means, if any.
+
+        Of a statement that was not sent, no outcome is unknown.
+        """
         is_pause = self.waited_in_vain(error)
         self._retry_at[writes] = time.monotonic() + self.PAUSE if is_pause else 0.0
         if outage := self.outage(error, writes and is_sent):

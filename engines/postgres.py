@@ -23,8 +23,10 @@ STATEMENT_TIMEOUT = 4  # seconds, after which the server itself gives up
 LOCK_TIMEOUT = 1  # seconds of these that it may wait for others
 OUTAGES = (  # SQLSTATEs, or how they start, of statements that had no effect
     "25006",  # the server is a standby
+    "3F000",  # no schema
     "40",  # contention
     "42501",  # a missing privilege
+    "42P07",  # a table or view of another program has the name of ours
     "53",  # resources
     "55P03",  # a lock
     "57",  # shutdown
@@ -68,7 +70,7 @@ ALTER TABLE account ADD COLUMN projects bigint NOT NULL DEFAULT 0;
 MARK = "Gardening Project Service, layout "  # the comment on the table of Projects
 INSPECT = f"""
 SELECT current_setting('server_encoding'),
-    substring(obj_description(to_regclass('project'), 'pg_class') FROM '^{MARK}(-?\\d+)$')::int,
+    substring(obj_description(to_regclass('project'), 'pg_class') FROM '^{MARK}(\\d+)$')::int,
     (SELECT count(*) FROM information_schema.tables
     WHERE table_schema = current_schema() AND table_type = 'BASE TABLE')
 """
@@ -99,15 +101,18 @@ PROJECT = f"id, {ETAG}, convert_to({DOCUMENT}, 'UTF8')"
 MATCHES = f"""id = :id AND account = :account
     AND (:if_match::jsonb IS NULL OR :if_match::jsonb ? {ETAG})
     AND (:if_none_match::jsonb IS NULL OR NOT :if_none_match::jsonb ? {ETAG})"""
-# All writers of an account first wait for its row, so that its revisions are in the order
-# of the commits. Say that A and B both send a PUT with the same If-Match. EXISTS sees the
-# Project as it was when the statement began, so both pass it, and B waits for the row
-# until A has committed. B's update of the Project then finds its newest version, which
-# no longer matches, and B changes nothing; its lists have got a new revision for nothing.
-# Without EXISTS, every change that could never match would do that.
+# 1. Writers of an account first take its row, so its revisions are in the order of the
+# commits. 2. A change that cannot match takes no row: hence EXISTS. 3. It must match again
+# once the row is taken, since the Project may have changed while it waited: hence MATCHES
+# stands in UPDATE and DELETE as well. What fails only there gives the account's lists a new
+# revision for nothing.
 REVISED = f"""WITH revised AS (UPDATE account SET revision = md5(random()::text)
     WHERE name = :account AND EXISTS (SELECT FROM project WHERE {MATCHES})
     RETURNING revision)"""
+
+
+class Silence(psycopg.OperationalError):
+    """The server did not respond in time."""
 
 
 class PostgreSQL(Engine):
@@ -163,17 +168,16 @@ class PostgreSQL(Engine):
                 connect_timeout=CONNECT_TIMEOUT,
                 target_session_attrs="read-write",
             )
-            connection.deadline = started + TIMEOUT
-            try:
-                self._prepare(connection)
-            except BaseException:
-                connection.close()
-                raise
         except psycopg.Error as error:
             # The error is the last host's; only the time tells of a silent one before it.
             is_silent = time.monotonic() - started >= CONNECT_TIMEOUT
-            kind = TimeoutError if is_silent else Unavailable
-            raise kind(one_line(error)) from error
+            raise (Silence if is_silent else Unavailable)(one_line(error)) from error
+        connection.deadline = started + TIMEOUT
+        try:
+            self._prepare(connection)
+        except BaseException:
+            connection.close()
+            raise
         return connection
 
     def take(self, writes: bool) -> Any:
@@ -187,8 +191,11 @@ class PostgreSQL(Engine):
         connection.deadline = time.monotonic() + TIMEOUT
         return connection
 
+    def waited_in_vain(self, error: BaseException) -> bool:
+        return isinstance(error, Silence)
+
     def outage(self, error: BaseException, writes: bool) -> Unavailable | None:
-        if isinstance(error, TimeoutError) or is_lost(error):
+        if is_lost(error):
             self.close()
             return (OutcomeUnknown if writes else Unavailable)(one_line(error))
         state = getattr(error, "sqlstate", None) or ""
@@ -264,7 +271,7 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
         except psycopg.OperationalError as error:
             if time.monotonic() < self.deadline:
                 raise
-            raise TimeoutError("no response before the deadline") from error
+            raise Silence("no response before the deadline") from error
 
 
 def check_url(url: str) -> None:

@@ -70,7 +70,7 @@ def document() -> str:
 
 
 DOCUMENT = document()
-ETAG = "version || '-' || updated_at"
+ETAG = "(version || '-' || updated_at)"
 PROJECT = f"id, {ETAG}, CAST({DOCUMENT} AS BLOB)"
 MATCHES = f"""id = :id AND account = :account
     AND (:if_match IS NULL OR {ETAG} IN (SELECT value FROM json_each(:if_match)))
@@ -116,8 +116,9 @@ class SQLite(Engine):
         `:memory:` is a private database.
         """
         super().__init__()
-        self._first: dict[int, threading.Lock] = defaultdict(threading.Lock)
-        self._is_ready = False
+        # By process id, the lock for which the writers of the process queue.
+        self._queues: dict[int, threading.Lock] = defaultdict(threading.Lock)
+        self._is_prepared = False
         if path == ":memory:":
             self._file, self._name = None, "the database in memory"
             self._uri = f"file:/{secrets.token_hex(8)}?vfs=memdb"
@@ -147,7 +148,7 @@ class SQLite(Engine):
         try:
             connection.execute("PRAGMA foreign_keys = ON")  # off by default
             connection.execute("PRAGMA synchronous = FULL")  # NORMAL may lose commits
-            if not self._is_ready:
+            if not self._is_prepared:
                 self._prepare(connection)
         except BaseException:
             connection.close()
@@ -164,7 +165,7 @@ class SQLite(Engine):
                 mark = f"PRAGMA user_version = {tables.LAYOUT}"
                 script = ["BEGIN IMMEDIATE", *self._steps(connection), mark, "COMMIT"]
                 connection.executescript(";".join(script))
-        self._is_ready = True
+        self._is_prepared = True
 
     def _steps(self, connection: "Connection") -> tuple[str, ...]:
         [(application, layout, objects)] = connection.fetch(
@@ -180,29 +181,29 @@ class SQLite(Engine):
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """The writers of a process queue for a lock, and its first one for an flock.
+        """The writers of a process queue for a lock, and who has that for an flock.
 
         By itself, SQLite polls less often the longer a writer has waited, which starves
         it. Raises TimeoutError.
         """
         deadline = time.monotonic() + TURN_TIMEOUT
-        first = self._first[os.getpid()]
+        queue = self._queues[os.getpid()]
         if self._file:
             self._file.check()
-        if not first.acquire(timeout=TURN_TIMEOUT):
+        if not queue.acquire(timeout=TURN_TIMEOUT):
             raise TimeoutError("other writers take too long")
         try:
             with self._file.lock(deadline) if self._file else nullcontext():
                 yield
         finally:
-            first.release()
+            queue.release()
         if self._file:
             self._file.check(OutcomeUnknown)
 
     @contextmanager
     def filling(self) -> Iterator[base.Connection]:
         with super().filling() as connection:
-            # The triggers would count what `account` has counted already.
+            # They would lower `created` to the last seq that is left.
             for sql in DROP_TRIGGERS:
                 connection.fetch(sql, {})
             yield connection
@@ -212,7 +213,7 @@ class SQLite(Engine):
     def save(self, path: str) -> bool:
         # By its URI: a database in memory is not in the file system by default.
         to = f"{Path(path).absolute().as_uri()}?vfs=unix"
-        self.read("VACUUM INTO :to", {"to": to})
+        self.read("VACUUM INTO :to", {"to": to})  # which waits for no writer
         return True
 
     def check(self) -> None:
@@ -222,7 +223,7 @@ class SQLite(Engine):
 
     def waited_in_vain(self, error: BaseException) -> bool:
         name = getattr(error, "sqlite_errorname", "")
-        return name.startswith("SQLITE_BUSY") or super().waited_in_vain(error)
+        return name.startswith("SQLITE_BUSY") or isinstance(error, TimeoutError)
 
     def outage(self, error: BaseException, writes: bool) -> Unavailable | None:
         if isinstance(error, OSError):
@@ -258,9 +259,9 @@ class Connection(sqlite3.Connection):
         self.executemany(f"INSERT INTO {table} {values}", rows)
 
     def close(self) -> None:
-        """Close it; if its file was replaced, bring the -wal home to that file first.
+        """Close it; if another file has the name, write the -wal into the old file first.
 
-        SQLite leaves it there, and would apply it to the new file at the next start.
+        SQLite would leave the -wal there, and apply it to the new file at the next start.
         """
         try:
             if self.file:
