@@ -50,6 +50,7 @@ def create_app(config: Mapping[str, Any] | None = None) -> Flask:
     app.register_blueprint(api)
     # Without methods, a Rule takes them all.
     app.url_map.add(Rule("/api/v1/hello-service", endpoint="hello"))
+    app.view_functions["hello"] = hello
     problems.add_to(app)
     swagger.add_to(app, TITLE)
     commands.add_to(app)
@@ -77,7 +78,6 @@ def store_on(app: Flask) -> Store:
     return Store(PostgreSQL(database))
 
 
-@api.endpoint("hello")
 def hello() -> dict[str, Any]:
     """Greet, whatever the method."""
     return {"greetings": f"Hello from the {TITLE}!", "requestMethod": request.method}

@@ -25,12 +25,13 @@ class BadName(ValueError):
 
 
 def issue_token(store: Store, account: str, days: int | None = None) -> tuple[str, int]:
-    """Issue a token that expires after these days, or never. Raises BadName.
+    """Issue a token that expires after these days, or never.
 
-    Returns the token and its id. With 0 days, the token has already expired.
+    `account` is what account_name returned. Returns the token and its id. With 0 days,
+    the token has already expired.
     """
     token = PREFIX + secrets.token_urlsafe(32)
-    return token, store.add_token(account_name(account), digest(token), days)
+    return token, store.add_token(account, digest(token), days)
 
 
 def account_name(text: str) -> str:

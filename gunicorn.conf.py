@@ -9,7 +9,7 @@ from typing import Any
 from gunicorn.arbiter import Arbiter
 from gunicorn.workers.base import Worker
 
-CHECK_LIMIT = 3600  # seconds; a large database may be brought to a new layout
+CHECK_LIMIT = 3600  # seconds, as LONG in engines/base.py, for a new layout
 UNREAD_LIMIT = 64 * 1024  # bytes; gunicorn drains less than this of an unread body
 
 # Only the check below creates a database; a worker that starts while the file is away must
@@ -58,6 +58,6 @@ def pre_request(worker: Worker, request: Any) -> None:
     headers = dict(request.headers)
     request.headers.append(("SENT-PATH", request.uri.partition("?")[0]))
     size = int(headers.get("CONTENT-LENGTH", 0))
-    # gunicorn reads past less than this. Of a chunked body nobody knows the length.
+    # Of a chunked body nobody knows the length.
     if size >= UNREAD_LIMIT or "TRANSFER-ENCODING" in headers:
         request.force_close()

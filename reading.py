@@ -81,7 +81,8 @@ def read_json() -> Any:
         reason = f"see line {error.lineno}, column {error.colno}"
     except (ValueError, RecursionError):
         reason = (
-            "it is not UTF-8, is nested too deeply, or holds what is no number of JSON"
+            "it is not UTF-8, is nested too deeply, "
+            "or holds NaN, an infinity or too long an integer"
         )
     raise http.BadRequest(f"The body is not JSON: {reason}.")
 

@@ -84,7 +84,7 @@ class Token(NamedTuple):
 Members = Mapping[str, object]  # some or all of those that a caller can set
 DAY = 86_400_000  # milliseconds
 ALWAYS = Precondition()
-WHOLE = Page(0, 2**63 - 1)  # of a list; the largest LIMIT of a database
+WHOLE = Page(0, 2**63 - 1)  # the list as one page; no database takes a larger LIMIT
 
 
 class Store:
@@ -160,8 +160,7 @@ class Store:
         """The ETag of what `list_projects` returns, which renders the Projects as well.
 
         Any change gives the account's lists new ETags, and old ones never return. The
-        exception: before its first Project and after its deletion, an account has the
-        same ETags.
+        exception: an account that was deleted has those of one without a first Project.
         """
         rows = self.engine.read(tables.REVISION, {"account": account})
         return etag_of(rows[0][0] if rows else None, page)
@@ -228,6 +227,7 @@ class Store:
         if_match, if_none_match = condition
         values["now"] = self._now()
         values["if_match"] = None if if_match is None else as_json(if_match)
+        # None, so that the database parses nothing.
         values["if_none_match"] = as_json(if_none_match) if if_none_match else None
         rows = self.engine.write(sql, values)
         if not rows:
@@ -268,8 +268,8 @@ def as_columns(members: Members) -> Values:
 def digest_of(columns: Values) -> bytes:
     """A SHA-256 digest of the members, to compare requests with the same key.
 
-    It is the same in every release, since it leaves out what is null; but for three
-    members, which release 1.2.0 put in.
+    It is the same in every release: a member that came after 1.2.0 counts only if it is
+    not null, and stands behind the others in MEMBERS.
     """
     always = ("name", "postal_code", "location")
     compared = {

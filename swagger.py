@@ -24,7 +24,6 @@ PAGE = """<!DOCTYPE html>
 <script src="start.js"></script>
 </html>
 """
-SCRIPT = "text/javascript"
 # No badge, which would call another host.
 START = (
     'SwaggerUIBundle({dom_id: "#page", url: "../openapi.json", validatorUrl: null})\n'
@@ -41,7 +40,9 @@ def add_to(app: Flask, title: str) -> None:
     files = Path(flask_swagger_ui.__file__).with_name("dist")
     docs = Blueprint("docs", __name__, static_folder=files, static_url_path="/files")
     docs.add_url_rule("/", "page", lambda: PAGE.format(title=title))
-    docs.add_url_rule("/start.js", "start", lambda: Response(START, mimetype=SCRIPT))
+    docs.add_url_rule(
+        "/start.js", "start", lambda: Response(START, mimetype="text/javascript")
+    )
     docs.before_request(ignore_dates)
     docs.after_request(add_policy)
     app.register_blueprint(docs, url_prefix="/docs")
@@ -50,7 +51,10 @@ def add_to(app: Flask, title: str) -> None:
 
 
 def ignore_dates() -> None:
-    """Leave caching to ETags: Werkzeug raises OverflowError for dates far ahead."""
+    """Leave caching to ETags: Werkzeug raises OverflowError for dates far ahead.
+
+    With If-Range goes the Range that it would hold back.
+    """
     for name in ("HTTP_IF_MODIFIED_SINCE", "HTTP_IF_RANGE", "HTTP_RANGE"):
         request.environ.pop(name, None)
 

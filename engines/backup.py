@@ -17,7 +17,7 @@ from engines.sqlite import SQLite
 
 
 class BadBackup(Exception):
-    """The file is not a complete backup of this service; nothing was restored."""
+    """The file cannot be restored; nothing was."""
 
 
 def backup(engine: Engine, path: str) -> None:
@@ -25,6 +25,7 @@ def backup(engine: Engine, path: str) -> None:
     try:
         with new_file(path) as unnamed:
             if not engine.save(unnamed):
+                # By way of another file, since an engine leaves a -lock beside its own.
                 with scratch() as folder, closing(SQLite(f"{folder}/copy")) as copy:
                     copy_rows(engine, copy)
                     copy.save(unnamed)
@@ -71,7 +72,7 @@ def copy_file(path: str, to: str) -> None:
         [(found,)] = copy.execute("PRAGMA integrity_check(1)")
         if found != "ok":
             raise BadBackup(f"the backup is damaged, {found}")
-        # An upgrade would run the file's triggers; the engine makes ours anew.
+        # An upgrade would run the file's triggers. The copy is only read, and needs none.
         runnable = """SELECT type, replace(name, '"', '""') FROM sqlite_schema
             WHERE type IN ('trigger', 'view')"""
         for kind, name in copy.execute(runnable).fetchall():
@@ -84,6 +85,7 @@ def copy_rows(source: Engine, target: Engine) -> None:
     What is counted, is counted anew; and the lists get new ETags, since nobody knows
     what else than the service has written to the source.
     """
+    # An error of either passes through both: each engine knows its own alone.
     with source.session(writes=False) as rows, target.filling() as filled:
         rows.begin_snapshot()
         for table, columns in tables.COLUMNS.items():

@@ -1,4 +1,4 @@
-"""Files: new ones get their names once they are complete, and a database is not mistaken.
+"""Files: a new one gets its name once it is complete, and none is taken for another.
 
 It opens no database, and knows nothing of what is in one.
 """
@@ -63,7 +63,7 @@ class DatabaseFile:
 
     SQLite would go on with a file that was removed or replaced, and nobody would find
     what was written. Closing a file drops every POSIX lock that the process has on it,
-    SQLite's as well: so this code never opens a file that already has its name.
+    SQLite's as well: so once a database has its name, nothing here opens it.
     """
 
     def __init__(self, path: str, must_exist: bool, makes_folder: bool) -> None:
@@ -85,7 +85,7 @@ class DatabaseFile:
         if self._makes_folder:
             with suppress(FileExistsError):
                 os.makedirs(os.path.dirname(self.path))
-        create(self._target)
+        create_empty(self._target)
 
     def check(self, outage: type[Unavailable] = Unavailable) -> None:
         """Raise this outage if the name leads to no file, or to another one by now."""
@@ -108,7 +108,7 @@ class DatabaseFile:
         try:
             file = os.open(path, os.O_RDONLY)
         except FileNotFoundError:
-            create(path)
+            create_empty(path)
             file = os.open(path, os.O_RDONLY)
         try:
             while not try_lock(file):
@@ -124,7 +124,7 @@ class DatabaseFile:
             os.close(file)
 
 
-def create(path: str) -> None:
+def create_empty(path: str) -> None:
     """Create an empty file, unless there is one."""
     with suppress(FileExistsError), new_file(path):
         pass

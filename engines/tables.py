@@ -22,7 +22,7 @@ COLUMNS = {
     "account": ("name", "revision", "created", "projects"),
     "token": ("id", "account", "digest", "created_at", "expires_at"),
     "project": (*MEMBERS, "account", "seq"),
-    "part": ("id", "project", "kind"),  # nothing fills it yet
+    "part": ("id", "project", "kind"),  # the specification has no paths for it yet
     "idempotency_key": ("account", "key", "digest", "project"),
 }
 APPLICATION_ID = 0x67617264  # "gard": the database is ours
@@ -73,13 +73,14 @@ CREATE TABLE part (                                 -- a region, zone, parcel, c
 -- Without this index, deleting a Project would scan all parts.
 CREATE INDEX part_project ON part (project);
 """
-# The account's counters, counted anew.
+# The account's counters. `created` is only raised: its last Projects may be gone.
 COUNT_CREATED = """UPDATE account SET created =
     (SELECT max(seq) FROM project WHERE project.account = account.name)
     WHERE created < (SELECT max(seq) FROM project WHERE project.account = account.name)"""
 COUNT_PROJECTS = """UPDATE account SET projects =
     (SELECT count(*) FROM project WHERE project.account = account.name)"""
-# After a restore. An account whose row is missing gets one.
+# After a restore. An account whose row is missing gets one. Without WHERE, SQLite would
+# take ON for that of a join.
 RECOUNT = (
     """INSERT INTO account (name, revision)
     SELECT DISTINCT account, '' FROM project WHERE true
@@ -104,10 +105,10 @@ FIND_TOKEN = """SELECT account, id FROM token
 TOKENS = "SELECT id, created_at, expires_at, account FROM token ORDER BY id"
 REVOKE_TOKEN = "DELETE FROM token WHERE id = :id RETURNING id"
 REVOKE_TOKENS = "DELETE FROM token WHERE account = :account RETURNING id"
-FIND_ACCOUNT = """SELECT name FROM account WHERE name = :name
-    UNION SELECT account FROM token WHERE account = :name"""
-ACCOUNTS = """SELECT known.name, coalesce(projects, 0), coalesce(tokens, 0), changed_at
-    FROM (SELECT name FROM account UNION SELECT account FROM token) AS known
+KNOWN = "(SELECT name FROM account UNION SELECT account FROM token) AS known"
+FIND_ACCOUNT = f"SELECT name FROM {KNOWN} WHERE name = :name"
+ACCOUNTS = f"""SELECT known.name, coalesce(projects, 0), coalesce(tokens, 0), changed_at
+    FROM {KNOWN}
     LEFT JOIN account ON account.name = known.name
     LEFT JOIN (SELECT account, max(updated_at) AS changed_at
         FROM project GROUP BY account) AS p ON p.account = known.name

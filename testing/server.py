@@ -80,7 +80,7 @@ class Server(BaseApplication):
             print(json.dumps({"url": self._url, "token": token}), flush=True)
         except BrokenPipeError:  # nobody is left who would call it
             os.kill(os.getppid(), signal.SIGTERM)
-        if sys.stdin:  # if it was closed, a socket may have its number
+        if sys.stdin:  # None if it was closed; then 0 may be a socket
             threading.Thread(target=end_with_input, daemon=True).start()
 
 
@@ -94,6 +94,7 @@ def end_with_input() -> None:
     stdin, null = os.fstat(0), os.stat(os.devnull)
     if not stat.S_ISREG(stdin.st_mode) and stdin.st_rdev != null.st_rdev:
         with suppress(OSError):  # a job in the background cannot read its terminal
+            # With select, since the input may be non-blocking.
             while select.select([0], [], []) and os.read(0, 4096):
                 pass
             os.kill(os.getppid(), signal.SIGTERM)

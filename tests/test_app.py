@@ -273,7 +273,7 @@ def test_link_repeats_the_size_and_counts_the_pages(client):
     assert client.get(address).status_code == 200
 
 
-OTHER = "it is not UTF-8, is nested too deeply, or holds what is no number of JSON"
+OTHER = "it is not UTF-8, is nested too deeply, or holds NaN, an infinity or too long"
 PYTHON = re.compile(r"codec|int\(\)|sys\.|recursion|Expecting|literal|Error")
 NOT_JSON = {
     "empty": (b"", "see line 1, column 1"),
