@@ -458,6 +458,9 @@ def test_log_tells_who_sent_a_wrong_token(machine):
     script = block("Watch", "journalctl")
     assert machine.paste(script) == ""
     curl_through_nginx(machine, f"{PROJECTS}/wrong", token="wrong")
+    # Both are written after the response.
+    wait_for(lambda: machine.paste(f"cat {log}"))
+    wait_for(lambda: "/wrong" in machine.paste("journalctl -u gardening -n 5"))
     counted, logged = machine.paste(script).splitlines()
     assert re.fullmatch(r" +1 127\.0\.0\.1", counted)
     called = f'"-" "GET {PROJECTS}/wrong" 401'
