@@ -9,7 +9,6 @@ import time
 from contextlib import ExitStack, closing, contextmanager
 
 import pytest
-from rigs import chromium
 from rigs.conformance import CheckedClient
 from rigs.running import (
     LIMIT,
@@ -242,25 +241,3 @@ def wheels(tmp_path_factory):
             pip += ["--python-version=3.11", "--only-binary=:all:"]
             run(*pip, "--dest", shared / "wheels", *packages)
     return shared / "wheels"
-
-
-@pytest.fixture(scope="module")  # its event loop must not meet that of another module
-def browser():
-    """Headless Chromium."""
-    playwright = pytest.importorskip("playwright.sync_api")
-    if not chromium.PROGRAM:
-        pytest.skip("chromium is not installed")
-    options = {"executable_path": chromium.PROGRAM, "args": chromium.OPTIONS}
-    with (
-        playwright.sync_playwright() as driver,
-        driver.chromium.launch(**options) as browser,
-    ):
-        yield browser
-
-
-@pytest.fixture
-def page(browser):
-    """An empty page in a browser that has kept nothing; every wait has a limit."""
-    with browser.new_page() as page:
-        page.set_default_timeout(20_000)
-        yield page

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -11,7 +12,6 @@ import pytest
 from rigs.outside import (
     HOSTILE,
     call_projects,
-    copy_broken_service,
     copy_service,
     left,
     refuses,
@@ -69,49 +69,26 @@ def test_ends_early(url):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.killpg(0, signal.{})
 """
-KILLING_TESTS = """
-import os, signal
+SIGNALLING_TESTS = """
+import os, signal, urllib.request
 
-def test_before(gardening):
-    pass
+def test_log(gardening):
+    token = gardening.issue_token(fail=["500"])
+    headers = {"Authorization": f"Bearer {token}"}
+    url = gardening.url + "/api/v1/gardening/projects"
+    urllib.request.urlopen(urllib.request.Request(url, headers=headers))
 
-def test_kill(gardening_service):
+def test_signal(gardening_service):
     with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as file:
         [service] = file.read().split()
     os.kill(int(service), signal.SIGNAL)
-    os.waitid(os.P_PID, int(service), os.WEXITED | os.WNOWAIT)
+    os.waitid(os.P_PID, int(service), os.WEXITED | os.WSTOPPED | os.WNOWAIT)
 
 def test_after(gardening):
     raise RuntimeError("reached")
 
 def test_at_last():
     pass
-"""
-
-
-LOGGING_TESTS = """
-import os, signal, urllib.error, urllib.request
-import pytest
-
-def test_it(gardening_service):
-    token = gardening_service.issue_token(fail=["500"])
-    request = urllib.request.Request(gardening_service.url + "/api/v1/gardening/projects")
-    request.add_header("Authorization", f"Bearer {token}")
-    with pytest.raises(urllib.error.HTTPError):
-        urllib.request.urlopen(request)
-    with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as file:
-        [service] = file.read().split()
-    os.kill(int(service), signal.SIGKILL)
-    os.waitid(os.P_PID, int(service), os.WEXITED | os.WNOWAIT)
-    gardening_service.issue_token()
-"""
-STOPPING_TEST = """
-import os, signal
-
-def test_it(gardening_service):
-    with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as file:
-        [service] = file.read().split()
-    os.kill(int(service), signal.SIGSTOP)
 """
 
 
@@ -201,60 +178,53 @@ def test_no_module_of_ours_but_the_package_can_be_imported(python):
     assert ended.stdout.startswith(f"[{'None, ' * (len(names) - 1)}ModuleSpec")
 
 
-def test_fixture_of_a_service_that_does_not_start_says_why(tmp_path, their_environment):
-    copy_broken_service(tmp_path)
-    (tmp_path / "test_it.py").write_text("def test_it(gardening): pass")
-    their_environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    command = [sys.executable, "-m", "pytest", "-p", PLUGIN]
-    ended = run(*command, status=1, folder=tmp_path, environment=their_environment)
-    assert "The service did not start." in ended.stdout
-    assert "RuntimeError: no soil" in ended.stdout
+def run_failing(tests, folder, environment):
+    """What tests print that use the service in the folder, and wait less for it."""
+    plugin = folder / "testing/gardening_service/fixtures.py"
+    plugin.write_text(plugin.read_text().replace("LIMIT = 10 ", "LIMIT = 4 "))
+    (folder / "test_it.py").write_text(tests)
+    command = [sys.executable, "-m", "pytest", "-Werror", "-p", PLUGIN, folder]
+    environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    return run(*command, status=1, folder=folder, environment=environment).stdout
 
 
-def test_fixture_does_not_wait_for_ever_for_a_service_that_hangs(
-    tmp_path, their_environment
+STARTS = {
+    "raise RuntimeError('no soil')": "no soil",
+    "import time; time.sleep(600)": "",
+}
+
+
+@pytest.mark.parametrize("start, told", STARTS.items(), ids=["broken", "hanging"])
+def test_fixture_of_a_service_that_does_not_start_says_why(
+    tmp_path, their_environment, start, told
 ):
     copy_service(tmp_path)
-    (tmp_path / "schemas.py").write_text("import time; time.sleep(600)")
-    plugin = tmp_path / "testing/gardening_service/fixtures.py"
-    plugin.write_text(plugin.read_text().replace("LIMIT = 10 ", "LIMIT = 1 "))
-    (tmp_path / "test_it.py").write_text("def test_it(gardening): pass")
-    their_environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    command = [sys.executable, "-m", "pytest", "-p", PLUGIN]
-    ended = run(*command, status=1, folder=tmp_path, environment=their_environment)
-    assert "The service did not start." in ended.stdout
+    (tmp_path / "schemas.py").write_text(start)
+    tests = "def test_it(gardening): pass"
+    printed = run_failing(tests, tmp_path, their_environment)
+    assert "The service did not start." in printed and told in printed
 
 
-def run_with_our_plugin(folder, environment, *options):
-    """Tests of which one fails, with the plugin as it stands here."""
-    ours = {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    command = [sys.executable, "-m", "pytest", *options, "-p", PLUGIN, folder]
-    return run(*command, status=1, folder=folder, environment=environment | ours)
+ENDS = {
+    "SIGKILL": ("1 failed, 2 passed, 2 errors", "\nThe service has ended", 2),
+    "SIGTERM": ("1 failed, 2 passed, 2 errors", "\nThe service has ended", 2),
+    "SIGSTOP": ("2 failed, 2 passed, 1 error", "\nE .*TimeoutExpired", 1),
+}
 
 
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
-def test_end_of_the_service_is_told_at_the_next_call_and_at_the_end(
-    tmp_path, their_environment, name
+@pytest.mark.parametrize("name, told", ENDS.items(), ids=ENDS)
+def test_end_of_the_service_is_told_with_its_log(
+    tmp_path, their_environment, name, told
 ):
-    (tmp_path / "test_it.py").write_text(KILLING_TESTS.replace("SIGNAL", name))
-    ended = run_with_our_plugin(tmp_path, their_environment, "-Werror")
-    assert "3 passed, 2 errors" in ended.stdout
-    assert "ERROR at setup of test_after" in ended.stdout
-    assert "ERROR at teardown of test_at_last" in ended.stdout
-    assert ended.stdout.count("\nThe service has ended") == 2
-
-
-def test_end_of_the_service_is_told_with_its_log(tmp_path, their_environment):
-    (tmp_path / "test_it.py").write_text(LOGGING_TESTS)
-    ended = run_with_our_plugin(tmp_path, their_environment)
-    assert "RuntimeError: planned for this token" in ended.stdout
-
-
-def test_service_that_does_not_end_is_killed(tmp_path, their_environment):
-    (tmp_path / "test_it.py").write_text(STOPPING_TEST)
-    ended = run_with_our_plugin(tmp_path, their_environment)
-    assert "1 passed, 1 error" in ended.stdout
-    assert "TimeoutExpired" in ended.stdout
+    """At the next call, and at the end; one that does not end is killed."""
+    copy_service(tmp_path)
+    tests = SIGNALLING_TESTS.replace("SIGNAL", name)
+    printed = run_failing(tests, tmp_path, their_environment)
+    counts, reason, times = told
+    assert counts in printed
+    assert "RuntimeError: planned for this token" in printed
+    assert "ERROR at teardown of test_at_last" in printed
+    assert len(re.findall(reason, printed)) == times
 
 
 @pytest.mark.parametrize("account", ["", " ", "a\nb", "\0"])

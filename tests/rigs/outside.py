@@ -87,8 +87,8 @@ def refuses(url):
     with suppress(ConnectionRefusedError):
         while time.monotonic() < deadline:
             with (
-                socket.create_connection((host, port), timeout=LIMIT) as connection,
                 suppress(ConnectionResetError),
+                socket.create_connection((host, port), timeout=LIMIT) as connection,
             ):
                 connection.recv(1)
         return False
