@@ -504,13 +504,52 @@ def test_metrics_are_sent_once_the_setting_is_there(machine, saved_settings):
     assert "gardening.gunicorn.request.status.200:1|c" in received
 
 
+@pytest.fixture
+def litestream(machine):
+    """Litestream beside the service, as its page has it."""
+    for script in blocks(LITESTREAM, "Install"):
+        paste_twice(machine, script)
+    yield
+    machine.paste("systemctl disable --now gardening-litestream")
+
+
 @needs_machine
-def test_litestream_goes_on_beside_a_restore(machine, token):
+def test_copy_of_litestream_loses_a_second_at_most(machine, token, litestream):
+    create(machine, token, "Park")
+    [project] = curl(machine, PROJECTS, token=token)[1]
+    address = f"http://127.0.0.1:8000{PROJECTS}/{project['id']}"
+    json_of = f"-H 'Content-Type: application/json' -H 'Authorization: Bearer {token}'"
+    machine.paste("sleep 1.1 && date -u +%FT%TZ >/tmp/moment && sleep 1.1")
+    machine.paste(
+        f"while curl -fs -X PUT {json_of} -d '{{}}' {address}; do date +%s.%N >&3; done"
+        " >/dev/null 3>/tmp/acknowledged & sleep 2; date +%s.%N >/tmp/killed;"
+        "systemctl kill --signal=KILL gardening-litestream;"
+        "systemctl stop gardening-litestream gardening"
+    )
+    moment, killed, *times = machine.paste(
+        "cat /tmp/moment /tmp/killed /tmp/acknowledged"
+    ).split()
+    safe = [time for time in times if float(time) < float(killed) - 1]
+    assert safe
+
+    def version(restore):
+        machine.paste(restore)
+        assert machine.paste(f"stat --format='%U %a' {DATABASE}") == "gardening 600\n"
+        return curl(machine, f"{PROJECTS}/{project['id']}", token=token)[1]["version"]
+
+    restore = block("Restore", page=LITESTREAM)
+    newest = machine.paste(block("Watch", "ltx", page=LITESTREAM)).split()[-1]
+    assert newest > moment
+    assert version(restore) > len(safe)
+    earlier = f" -timestamp {moment} -o restored.db"
+    assert version(restore.replace(" -o restored.db", earlier)) == 1
+
+
+@needs_machine
+def test_litestream_goes_on_beside_a_restore(machine, token, litestream):
     """Installed on a new machine, with what the old one had copied."""
     install, start = blocks(LITESTREAM, "Install")
     restore_copy = block("Restore", page=LITESTREAM)
-    paste_twice(machine, install)
-    paste_twice(machine, start)
     order = "systemctl show --property=Before --value gardening-litestream"
     assert "gardening.service" in machine.paste(order).split()  # stops after it
     create(machine, token, "kept")
@@ -536,7 +575,6 @@ def test_litestream_goes_on_beside_a_restore(machine, token):
     machine.paste(restore_copy)
     machine.paste(start)
     assert names(machine, token) == ["kept", "since"]
-    machine.paste("systemctl disable --now gardening-litestream")
 
 
 @needs_machine
