@@ -5,8 +5,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -29,7 +27,6 @@ from rigs.running import (
     BIN,
     LIMIT,
     PROJECTS,
-    ROOT,
     at_once,
     environment_of,
     run,
@@ -156,30 +153,6 @@ def test_first_uses_at_once_need_no_default_of_the_server(database, open_store_o
     execute(database, f"ALTER DATABASE {name} SET {setting} = 'serializable'")
     at_once(lambda _: open_store_on(database).create_project("ann", {}))
     assert execute(database, "SELECT created FROM account") == [(8,)]
-
-
-FORK = """
-import os, sys
-from engines.postgres import PostgreSQL
-from store import Store
-from rigs.pgserver import backends
-database = sys.argv[1]
-store = Store(PostgreSQL(database))
-store.create_project("ann", {})
-before = backends(database)
-child = os.fork()
-store.create_project("ann", {})
-assert before < backends(database) if not child else os.wait()[1] == 0
-store.create_project("ann", {})
-assert before <= backends(database)
-"""
-
-
-def test_fork_takes_no_connection_of_postgresql_along(database):
-    script = [sys.executable, "-c", FORK, database]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    subprocess.run(script, env={"PYTHONPATH": path}, check=True, timeout=LIMIT)
-    assert execute(database, "SELECT created FROM account") == [(5,)]
 
 
 def test_missing_driver_is_named(tmp_path):

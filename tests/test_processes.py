@@ -299,35 +299,6 @@ def test_service_that_is_stopped_leaves_nothing_beside_a_replaced_file(
         assert names == [("in the backup",)]
 
 
-FORK = """
-import os, sys
-from pathlib import Path
-from engines.sqlite import SQLite
-from store import Store
-
-def opened():
-    links = [os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
-    return links.count(sys.argv[1])
-
-store = Store(SQLite(sys.argv[1]))
-store.create_project("ann", {})
-before = opened()
-child = os.fork()
-store.create_project("ann", {})
-assert opened() == before + (not child), opened()
-assert not child or os.wait()[1] == 0
-store.create_project("ann", {})
-"""
-
-
-def test_fork_takes_no_connection_along(path, check_integrity):
-    """SQLite's locks are those of the process that took them."""
-    run(sys.executable, "-c", FORK, path)
-    with closing(sqlite3.connect(path)) as connection:
-        count = "SELECT projects FROM account"
-        assert connection.execute(count).fetchall() == [(5,)]
-
-
 def test_worker_takes_no_file_that_has_replaced_the_one_it_started_with(
     environment, token, path
 ):

@@ -1,6 +1,5 @@
 """What the tests share: the service's programs as processes, its clients, its pages."""
 
-import fcntl
 import http.client
 import json
 import os
@@ -217,19 +216,6 @@ def fill(disk):
     with suppress(OSError), open(disk / "filler", "wb", buffering=0) as file:
         while True:
             file.write(bytes(4096))
-
-
-def is_flocked(path):
-    """Whether somebody holds an flock on the file or folder, if it is there."""
-    with suppress(FileNotFoundError):
-        queue = os.open(path, os.O_RDONLY)
-        try:
-            fcntl.flock(queue, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(queue)
-    return False
 
 
 def openings(path):
