@@ -55,20 +55,14 @@ def test_call_without_bearer_token_is_challenged(greet, authorization):
     assert response.headers["WWW-Authenticate"] == CHALLENGE
 
 
-@pytest.mark.parametrize(
-    "token", ["x", "a=b", "a b", "é", "'", "x" * 8000, "gardening_" + "A" * 43]
-)
-def test_unknown_token_is_invalid(greet, token):
-    response = greet(f"Bearer {token}")
-    assert response.status_code == 401
-    expected = f'{CHALLENGE}, error="invalid_token"'
-    assert response.headers["WWW-Authenticate"] == expected
+OTHERS = ["x", "a=b", "a b", "é", "'", "x" * 8000, "gardening_" + "A" * 43]
+NEARLY_RIGHT = ["{}é", "é{}", "{}x", "{} x", "{:.40}"]
 
 
-@pytest.mark.parametrize("change", ["{}é", "é{}", "{}x", "{} x", "{:.40}"])
-def test_token_that_is_nearly_right_is_invalid(command, greet, change):
+@pytest.mark.parametrize("other", [*OTHERS, *NEARLY_RIGHT])
+def test_other_token_is_invalid(command, greet, other):
     token = command("token", "create", "ann").stdout.strip()
-    response = greet(f"Bearer {change.format(token)}")
+    response = greet(f"Bearer {other.format(token)}")
     assert response.status_code == 401
     assert response.headers["WWW-Authenticate"] == f'{CHALLENGE}, error="invalid_token"'
 
@@ -93,13 +87,12 @@ def test_only_a_digest_is_kept(command, raw):
 
 
 def test_tokens_of_an_account_see_the_same_projects(command, app):
-    headers = [
-        {
-            "Authorization": f"Bearer {command('token', 'create', account).stdout.strip()}"
-        }
-        for account in ("ann", "ann", "bob")
-    ]
-    client = app.test_client()
-    project = client.post(PROJECTS, json={}, headers=headers[0]).json
-    seen = [client.get(PROJECTS, headers=each).json for each in headers]
+    def bearer(account):
+        token = command("token", "create", account).stdout.strip()
+        return {"Authorization": f"Bearer {token}"}
+
+    client, ann = app.test_client(), bearer("ann")
+    project = client.post(PROJECTS, json={}, headers=ann).json
+    everybody = [ann, bearer("ann"), bearer("bob")]
+    seen = [client.get(PROJECTS, headers=each).json for each in everybody]
     assert seen == [[project], [project], []]

@@ -26,17 +26,12 @@ def test_create_prints_the_token_alone(command):
 
 def test_list_shows_every_token_but_not_itself(command):
     accounts = ["ann", "bob", "ann"]
-    tokens = [
-        command("token", "create", account).stdout.strip() for account in accounts
-    ]
+    tokens = [command("token", "create", each).stdout.strip() for each in accounts]
     header, *lines = command("token", "list").stdout.splitlines()
     assert header == "  ID  CREATED (UTC)     EXPIRES (UTC)     ACCOUNT"
     time = r"20\d\d-\d\d-\d\d \d\d:\d\d"
-    assert re.fullmatch(f"   1  {time}  never             ann", lines[0])
-    assert [line.split()[0] for line in lines] == ["1", "2", "3"]
-    assert [line.split()[3:] for line in lines] == [
-        ["never", each] for each in accounts
-    ]
+    for number, (account, line) in enumerate(zip(accounts, lines, strict=True), 1):
+        assert re.fullmatch(f"   {number}  {time}  never             {account}", line)
     assert not any(token in line for token in tokens for line in lines)
 
 
@@ -45,8 +40,8 @@ def test_any_token_can_be_revoked(command):
         command("token", "create", "ann")
     assert command("token", "revoke", "11").exit_code == 0
     assert command("token", "revoke", "1").exit_code == 0
-    ids = [line.split()[0] for line in command("token", "list").stdout.splitlines()[1:]]
-    assert ids == [str(id) for id in range(2, 11)]
+    listed = command("token", "list").stdout
+    assert re.findall(r"(?m)^ +(\d+)", listed) == [str(id) for id in range(2, 11)]
     again = command("token", "revoke", "1").stderr
     assert again == "Error: There is no token with the ID 1.\n"
 
@@ -80,18 +75,16 @@ def test_wrong_input_is_one_line_of_error(command, words):
     assert result.exit_code != 0
     assert result.stdout == ""
     assert result.stderr.startswith("Error: ") and result.stderr.count("\n") == 1
+    assert "--days" not in words or "Invalid value for '--days': " in result.stderr
     assert command("token", "list").stdout.count("\n") == 1
 
 
-@pytest.mark.parametrize("days", ["1", "2", "1000000"])
+@pytest.mark.parametrize("days", [1, 2, 1_000_000])
 def test_lifetime_is_shown_with_its_end(command, days):
-    assert command("token", "create", "ann", "--days", days).exit_code == 0
+    assert command("token", "create", "ann", "--days", str(days)).exit_code == 0
     created, expires = command("token", "list").stdout.splitlines()[1].split()[1:4:2]
-    if days == "1000000":
-        assert 4000 < int(expires[:4]) < 9999
-    else:
-        lifetime = date.fromisoformat(expires) - date.fromisoformat(created)
-        assert lifetime.days == int(days)
+    lifetime = date.fromisoformat(expires) - date.fromisoformat(created)
+    assert lifetime.days == days
 
 
 @ON_SQLITE
@@ -132,24 +125,17 @@ def test_id_and_new_account_are_named_on_standard_error(command, store):
     assert "new" not in command("token", "create", "bob").stderr
 
 
-NAMES = {"decomposed": "Zoe\u0308", "longest": "é" * 255, "inner spaces": "a  b"}
+NAMES = {"accent": "Zoë", "longest": "é" * 255, "inner spaces": "a  b"}
 
 
 @pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
 def test_account_is_one_name_however_it_is_typed(command, store, name):
-    for form in ("NFC", "NFD"):
-        assert command("token", "create", normalize(form, name)).exit_code == 0
-    assert [account.name for account in store.list_accounts()] == [
-        normalize("NFC", name)
-    ]
-
-
-def test_account_is_known_and_deleted_however_it_is_typed(command, store):
-    composed, decomposed = (normalize(form, "Zoë") for form in ("NFC", "NFD"))
-    assert "new" in command("token", "create", composed).stderr
-    assert "new" not in command("token", "create", decomposed).stderr
-    assert command("account", "delete", decomposed, "--yes").exit_code == 0
-    assert store.list_accounts() == []
+    for form, is_new in [("NFC", True), ("NFD", False)]:
+        created = command("token", "create", normalize(form, name))
+        assert ("new" in created.stderr) == is_new
+    assert [account.name for account in store.list_accounts()] == [name]
+    deletion = command("account", "delete", normalize("NFD", name), "--yes")
+    assert (deletion.exit_code, store.list_accounts()) == (0, [])
 
 
 def test_accounts_that_only_look_alike_are_two(command, store):
@@ -254,9 +240,3 @@ def test_all_tokens_of_an_account_are_revoked(command, store):
         refused = command("token", "revoke", *words)
         assert (refused.exit_code, refused.stderr) == (1, f"Error: {told}\n")
     assert len(store.list_tokens()) == 1
-
-
-@ON_SQLITE
-def test_wrong_option_is_named(command):
-    refused = command("token", "create", "ann", "--days", "0")
-    assert refused.stderr.startswith("Error: Invalid value for '--days': 0 is not in")

@@ -87,26 +87,6 @@ def test_response_may_hold_text_that_a_request_may_not():
     validator(project["schema"]).validate(project["example"] | longer)
 
 
-@pytest.mark.parametrize(
-    "errors",
-    [
-        ["Wrong."],
-        {"name": "Wrong."},
-        {"name": [1]},
-        {"location": {"coordinates": "Wrong."}},
-        {"location": {"coordinates": {"0": {"x": ["Wrong."]}}}},
-    ],
-)
-def test_errors_are_lists_of_messages_nested_like_the_body(errors):
-    described = validator({"$ref": "#/components/schemas/InvalidProblem"})
-    example = API["components"]["responses"]["Invalid"]["content"][
-        "application/problem+json"
-    ]["example"]
-    nested = {"name": ["Wrong."], "location": {"coordinates": {"0": ["Wrong."]}}}
-    described.validate(example | {"errors": nested})
-    assert not described.is_valid(example | {"errors": errors})
-
-
 def test_examples_of_the_proxys_errors_are_what_it_answers():
     config = (ROOT / "deploy/nginx.conf").read_text()
     for name in ("TooManyRequests", "BadGateway", "GatewayTimeout"):
