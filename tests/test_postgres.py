@@ -367,17 +367,38 @@ def test_upgrade_may_take_longer_than_a_request(database, open_store_on):
         assert len(first_use.result(LIMIT)) == 3
 
 
+def late(database, statements, work, *arguments):
+    """What the work returns or raises that these statements have come before."""
+    with psycopg.connect(database) as other, ThreadPoolExecutor() as pool:
+        other.execute("SELECT FROM account FOR UPDATE")
+        future = pool.submit(work, *arguments)
+        waiting(database)
+        other.execute(statements)
+        other.commit()
+        return future.result(LIMIT)
+
+
+def test_change_that_comes_late_finds_what_is_there_by_then(database, open_store_on):
+    store = open_store_on(database)
+    id = store.create_project("ann", {}).id
+    for change in (
+        lambda same: store.update_project("ann", id, {}, same),
+        lambda same: store.delete_project("ann", id, same),
+    ):
+        same = Precondition([store.get_project("ann", id).etag])
+        with pytest.raises(Stale):
+            late(database, "UPDATE project SET version = version + 1", change, same)
+    with pytest.raises(NotFound):  # nobody named an ETag, so it cannot be stale
+        late(database, "DELETE FROM project", store.update_project, "ann", id, {})
+
+
 def test_deletion_of_an_account_takes_along_what_is_being_made(database, open_store_on):
     store = open_store_on(database)
     store.create_project("ann", {})
-    with psycopg.connect(database) as other, ThreadPoolExecutor() as pool:
-        other.execute("UPDATE account SET created = 2")
-        other.execute("""INSERT INTO project (id, account, seq, created_at, updated_at)
-            VALUES ('new', 'ann', 2, 0, 0)""")
-        deletion = pool.submit(store.delete_account, "ann")
-        waiting(database)
-        other.commit()
-        assert deletion.result(LIMIT)
+    create = """UPDATE account SET created = 2;
+        INSERT INTO project (id, account, seq, created_at, updated_at)
+        VALUES ('new', 'ann', 2, 0, 0)"""
+    assert late(database, create, store.delete_account, "ann")
     assert execute(database, "SELECT id FROM project") == []
 
 
@@ -456,48 +477,6 @@ def test_silent_host_is_passed_over(database, primary, open_store_on):
             assert store.list_tokens() == []
         with lasts(0, 1):  # over the connection that is open now
             assert store.list_tokens() == []
-
-
-def test_change_that_meets_a_deletion_is_not_found(database, open_store_on):
-    """Nobody named an ETag, so it cannot be stale."""
-    store = open_store_on(database)
-    id = store.create_project("ann", {}).id
-    with psycopg.connect(database) as other, ThreadPoolExecutor() as pool:
-        other.execute("SELECT FROM account FOR UPDATE")
-        change = pool.submit(store.update_project, "ann", id, {})
-        waiting(database)
-        other.execute("DELETE FROM project")
-        other.commit()
-        with pytest.raises(NotFound):
-            change.result(LIMIT)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda store, park: store.update_project(
-            "ann", park.id, {}, Precondition([park.etag])
-        ),
-        lambda store, park: store.delete_project(
-            "ann", park.id, Precondition([park.etag])
-        ),
-    ],
-    ids=["update", "delete"],
-)
-def test_conditional_change_that_meets_another_is_refused(
-    database, open_store_on, change
-):
-    store = open_store_on(database)
-    park = store.create_project("ann", {})
-    with psycopg.connect(database) as other, ThreadPoolExecutor() as pool:
-        other.execute("SELECT FROM account FOR UPDATE")
-        late = pool.submit(change, store, park)
-        waiting(database)
-        other.execute("UPDATE project SET version = 2")
-        other.commit()
-        with pytest.raises(Stale):
-            late.result(LIMIT)
-    assert json.loads(store.get_project("ann", park.id).document)["version"] == 2
 
 
 def test_text_is_kept_whatever_the_encoding_of_the_environment(
