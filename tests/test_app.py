@@ -27,18 +27,12 @@ def database(path):
     return path
 
 
-@pytest.mark.parametrize(
-    "method", ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PURGE"]
-)
-def test_hello_echoes_any_method_without_a_token(app, method):
-    response = app.test_client().open(HELLO, method=method)
-    assert (response.status_code, response.json["requestMethod"]) == (200, method)
-    assert set(response.json) == {"greetings", "requestMethod"}
-
-
-def test_hello_ignores_a_bad_token(app):
-    headers = {"Authorization": "Bearer wrong"}
-    assert app.test_client().get(HELLO, headers=headers).status_code == 200
+@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}])
+def test_hello_echoes_any_method_whatever_the_token(app, headers):
+    for method in ("GET", "POST", "PUT", "PATCH", "OPTIONS", "TRACE", "PURGE"):
+        response = app.test_client().open(HELLO, method=method, headers=headers)
+        assert (response.status_code, response.json["requestMethod"]) == (200, method)
+        assert set(response.json) == {"greetings", "requestMethod"}
 
 
 def test_create_answers_with_the_project_and_its_address(client):
@@ -133,9 +127,9 @@ def test_both_conditions_must_hold(client, project, project_url):
     assert client.put(project_url, json={}, headers=headers).json["version"] == 2
 
 
-@pytest.mark.parametrize("headers", [{"If-Match": "*"}, {"If-None-Match": "*"}])
-def test_condition_on_a_missing_project_is_not_found(client, headers):
-    assert client.put(MISSING, json={}, headers=headers).status_code == 404
+@pytest.mark.parametrize("field", ["If-Match", "If-None-Match"])
+def test_condition_on_a_missing_project_is_not_found(client, field):
+    assert client.put(MISSING, json={}, headers={field: "*"}).status_code == 404
 
 
 def test_deleted_project_is_gone(client, project_url):
@@ -198,14 +192,6 @@ def test_spent_key_is_409(client):
     again = create(client, "k")
     assert again.status_code == 409
     assert again.json["type"] == "urn:gardening:key-spent"
-
-
-def test_list_is_an_array_oldest_first(client):
-    projects = [client.post(PROJECTS, json={"name": str(n)}).json for n in range(3)]
-    response = client.get(PROJECTS)
-    assert (response.status_code, response.json) == (200, projects)
-    assert response.headers["Cache-Control"] == "private, no-cache"
-    assert response.content_type == "application/json"
 
 
 @pytest.mark.parametrize("query", ["", "?page=0", "?size=1", "?page=3&size=1000"])
@@ -375,23 +361,16 @@ def test_query_that_is_not_utf_8_is_refused(client, query, member):
     assert list(response.json["errors"]) == [member]
 
 
-def test_body_over_64_kib_is_refused(client, project_url):
-    def send(size):
-        body = json.dumps({"id": ""})  # is ignored, however long
-        body = body.replace('""', f'"{"x" * (size - len(body))}"')
-        return client.put(project_url, data=body, content_type="application/json")
-
-    assert send(64 * 1024).status_code == 200
-    assert send(64 * 1024 + 1).status_code == 413
-
-
-def test_refusal_of_a_long_body_names_the_limit(client):
-    for chunked in (False, True):
-        body = b" " * 65_537
-        options = {"wsgi.input_terminated": True} if chunked else {}
-        length = {} if chunked else {"CONTENT_LENGTH": str(len(body))}
-        response = post_stream(client, io.BytesIO(body), **options, **length)
-        assert response.json["detail"] == "The body is longer than 65536 bytes."
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_body_over_64_kib_is_refused(client, is_chunked):
+    for size, status in [(65_536, 201), (65_537, 413)]:
+        body = b"{}".rjust(size)
+        framing = {"wsgi.input_terminated": True}
+        if not is_chunked:
+            framing = {"CONTENT_LENGTH": str(size)}
+        response = post_stream(client, io.BytesIO(body), **framing)
+        assert response.status_code == status
+    assert response.json["detail"] == "The body is longer than 65536 bytes."
 
 
 def test_body_that_announces_a_gigabyte_is_refused_unread(client):

@@ -1,6 +1,5 @@
 """The service in other teams' tests: installed, in a project that is not ours."""
 
-import json
 import os
 import re
 import shutil
@@ -92,15 +91,6 @@ def test_at_last():
 """
 
 
-def install(folder, *options):
-    """A Python in this folder that has the service; the program to run."""
-    run(sys.executable, "-m", "venv", "--without-pip", folder)
-    python = folder / "bin/python"
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
-    run(*pip, "--no-compile", *options, folder="/", limit=10 * LIMIT)
-    return python
-
-
 @pytest.fixture(scope="session")
 def clone(tmp_path_factory):
     """A copy of this folder."""
@@ -117,8 +107,13 @@ def python(clone, tmp_path_factory):
     *pip, package, requests = command.replace('"', "").split()
     assert [*pip, package] == ["pip", "install", "../CLONE[testing]"]
     package = package.replace("../CLONE", str(clone))
-    folder = tmp_path_factory.mktemp("copied")
-    return install(folder, package, requests, "pytest-xdist", "jsonschema-rs")
+    folder = tmp_path_factory.mktemp("installed")
+    run(sys.executable, "-m", "venv", "--without-pip", folder)
+    python = folder / "bin/python"
+    packages = [package, requests, "pytest-xdist", "jsonschema-rs"]
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
+    run(*pip, "--no-compile", *packages, folder="/", limit=10 * LIMIT)
+    return python
 
 
 @pytest.fixture
@@ -159,13 +154,9 @@ def test_nothing_is_left_when_a_run_is_ended(python, tmp_path, their_environment
     """SIGINT as from Ctrl-C: to every process of the run, which then clears up."""
     (tmp_path / "test_end.py").write_text(ENDING_TEST.format(name))
     command = [python, "-m", "pytest", "-q"]
-    run(
-        *command,
-        status={"SIGINT": 2, "SIGKILL": -signal.SIGKILL}[name],
-        folder=tmp_path,
-        environment=their_environment,
-        start_new_session=True,
-    )
+    options = {"folder": tmp_path, "environment": their_environment}
+    status = {"SIGINT": 2, "SIGKILL": -signal.SIGKILL}[name]
+    run(*command, status=status, start_new_session=True, **options)
     assert (tmp_path / "token").exists() == (name == "SIGINT")
     assert left(their_environment["MARK"]) == []
     assert refuses((tmp_path / "url").read_text())
@@ -297,41 +288,9 @@ def test_example_in_node_prints_what_the_page_says(tmp_path, paths):
     assert (ended.stdout, ended.stderr) == ("429\n[]\n", "")
 
 
-# Runs what `docker run` is to run in the container.
-DOCKER = """#!/bin/sh
-[ "$*" = "build --tag gardening ." ] && exit
-[ "$1 $2 $3" = "run --rm --interactive" ] || exit 2
-while [ "$1" != gardening ]; do shift; done
-shift
-exec "$@"
-"""
-
-
-def test_command_for_a_container_starts_the_service(tmp_path, paths):
-    [example] = blocks(PAGE, "In a container")
-    (tmp_path / "docker").write_text(DOCKER)
-    (tmp_path / "docker").chmod(0o700)
-    paths["PATH"] = f"{tmp_path}:{paths['PATH']}"
-    example = example.replace("--bind 0.0.0.0:8000", "--bind 0.0.0.0:0")
-    ended = run("sh", "-ec", example, environment=paths, input="")
-    assert [*json.loads(ended.stdout)] == ["url", "token"]
-
-
 def test_example_in_the_same_process_passes(tmp_path):
     [example] = blocks(PAGE, "In the same process", "python")
-    their_environment = {
-        k: v for k, v in os.environ.items() if not k.startswith("FLASK_")
-    }
-    their_environment["PYTHONPATH"] = str(ROOT)
-    command = [sys.executable, "-c", example]
-    ended = run(*command, folder=tmp_path, environment=their_environment)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = run(sys.executable, "-c", example, folder=tmp_path, environment=environment)
     assert (ended.stdout, ended.stderr) == ("", "")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_every_block_of_the_page_is_run_here():
-    fences = (ROOT / PAGE).read_text().count("\n```") // 2
-    languages = ("sh", "python", "js", "text")
-    counts = {language: len(blocks(PAGE, language=language)) for language in languages}
-    assert counts == {"sh": 2, "python": 3, "js": 1, "text": 1}
-    assert fences == sum(counts.values())
