@@ -46,30 +46,17 @@ def test_any_token_can_be_revoked(command):
     assert again == "Error: There is no token with the ID 1.\n"
 
 
+WRONG = [["create"], ["revoke"], ["no-such-command"]]
+WRONG += [["create", name] for name in ("", "  ", "a\nb", "\ud800")]
+DAYS = ["0", "-1", "x", "1000001", "9" * 30]
+WRONG += [["create", "ann", "--days", days] for days in DAYS]
+WRONG += [
+    ["revoke", id] for id in ("1", "x", "0", str(2**63 - 1), str(2**63), "9" * 30)
+]
+
+
 @ON_SQLITE
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["create", ""],
-        ["create", "  "],
-        ["create", "a\nb"],
-        ["create", "\ud800"],
-        ["create"],
-        ["create", "ann", "--days", "0"],
-        ["create", "ann", "--days", "-1"],
-        ["create", "ann", "--days", "x"],
-        ["create", "ann", "--days", "1000001"],
-        ["create", "ann", "--days", "9" * 30],
-        ["revoke", "1"],
-        ["revoke", "x"],
-        ["revoke", "0"],
-        ["revoke", str(2**63 - 1)],
-        ["revoke", str(2**63)],
-        ["revoke", "9" * 30],
-        ["revoke"],
-        ["no-such-command"],
-    ],
-)
+@pytest.mark.parametrize("words", WRONG)
 def test_wrong_input_is_one_line_of_error(command, words):
     result = command("token", *words)
     assert result.exit_code != 0

@@ -87,40 +87,17 @@ def test_text_is_a_unicode_string(member, value):
     assert list(errors({member: value})) == [member]
 
 
+NO_POINTS = [1, "Point", [], [-122.4, 37.7], {}, {"type": "Point"}]
+NO_POINTS += [{"coordinates": [1, 2]}, POINT | {"bbox": []}, POINT | {"longitude": 1}]
+NO_POINTS += [POINT | {"type": name} for name in ("point", "Polygon", None)]
+NO_PAIRS = [None, "12", {"0": 1, "1": 2}, [], [1], [1, 2, 3]]
+NOT_ON_EARTH = [[37.77, -122.4], [180.1, 0], [-180.1, 0], [0, 90.1], [0, -90.1]]
+NOT_NUMBERS = ["1", True, None, [1], float("nan"), float("inf"), 10**400]
+COORDINATES = [*NO_PAIRS, *NOT_ON_EARTH, *([number, 2] for number in NOT_NUMBERS)]
+
+
 @pytest.mark.parametrize(
-    "location",
-    [
-        1,
-        "Point",
-        [],
-        [-122.4, 37.7],
-        {},
-        {"type": "Point"},
-        {"coordinates": [1, 2]},
-        POINT | {"type": "point"},
-        POINT | {"type": "Polygon"},
-        POINT | {"type": None},
-        POINT | {"bbox": []},
-        POINT | {"longitude": 1},
-        POINT | {"coordinates": None},
-        POINT | {"coordinates": "12"},
-        POINT | {"coordinates": {"0": 1, "1": 2}},
-        POINT | {"coordinates": []},
-        POINT | {"coordinates": [1]},
-        POINT | {"coordinates": [1, 2, 3]},
-        POINT | {"coordinates": [37.77, -122.4]},
-        POINT | {"coordinates": [180.1, 0]},
-        POINT | {"coordinates": [-180.1, 0]},
-        POINT | {"coordinates": [0, 90.1]},
-        POINT | {"coordinates": [0, -90.1]},
-        POINT | {"coordinates": ["1", 2]},
-        POINT | {"coordinates": [True, 2]},
-        POINT | {"coordinates": [None, 2]},
-        POINT | {"coordinates": [[1], 2]},
-        POINT | {"coordinates": [float("nan"), 2]},
-        POINT | {"coordinates": [float("inf"), 2]},
-        POINT | {"coordinates": [10**400, 2]},
-    ],
+    "location", [*NO_POINTS, *(POINT | {"coordinates": each} for each in COORDINATES)]
 )
 def test_location_is_a_point_on_earth(location):
     assert list(errors({"location": location})) == ["location"]

