@@ -14,28 +14,11 @@ from typing import NamedTuple
 
 import pytest
 
+from rigs.conformance import title_of
 from rigs.running import LIMIT, ROOT, blocks, run
 
 PROGRAM = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
 HOST = "gardening.example.org"
-TITLES = {  # of RFC 9110 and RFC 6585; those of Python differ from version to version
-    400: "Bad Request",
-    401: "Unauthorized",
-    404: "Not Found",
-    405: "Method Not Allowed",
-    412: "Precondition Failed",
-    413: "Content Too Large",
-    414: "URI Too Long",
-    415: "Unsupported Media Type",
-    429: "Too Many Requests",
-    431: "Request Header Fields Too Large",
-    500: "Internal Server Error",
-    501: "Not Implemented",
-    502: "Bad Gateway",
-    503: "Service Unavailable",
-    504: "Gateway Timeout",
-    505: "HTTP Version Not Supported",
-}
 FRAME = """
 daemon off; error_log stderr crit; pid {folder}/pid; {user}
 events {{}}
@@ -157,5 +140,5 @@ def assert_problem(response: Response, status: int) -> None:
     assert headers.get_all("Cache-Control") == ["no-store"]
     problem = json.loads(content)
     assert problem["type"] == "about:blank"
-    assert (problem["status"], problem["title"]) == (status, TITLES[status])
+    assert (problem["status"], problem["title"]) == (status, title_of(status))
     assert set(problem) == {"type", "title", "status", "detail"}

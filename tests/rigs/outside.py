@@ -1,15 +1,12 @@
 """The test service as its users have it: a command among theirs, and what it leaves."""
 
 import json
-import os
-import select
 import shutil
 import socket
-import time
 from contextlib import suppress
 from pathlib import Path
 
-from rigs.running import LIMIT, PROJECTS, ROOT, Client, port_of
+from rigs.running import LIMIT, PROJECTS, ROOT, Client, port_of, wait_for
 
 HOSTILE = {  # settings of a user, which are not for the service
     "FLASK_DATABASE": "/no/such/folder/theirs.db",
@@ -66,10 +63,8 @@ def marked(mark):
 
 def left(mark):
     """Those that do not end."""
-    deadline = time.monotonic() + LIMIT
-    for pid in marked(mark):
-        with suppress(ProcessLookupError), open(os.pidfd_open(pid)) as process:
-            select.select([process], [], [], max(0, deadline - time.monotonic()))
+    with suppress(AssertionError):
+        wait_for(lambda: not marked(mark))
     return marked(mark)
 
 
@@ -83,13 +78,13 @@ def content(file):
 def refuses(url):
     """Whether the port is closed, as soon as whoever still listens has ended."""
     host, port = url.removeprefix("http://").split(":")
-    deadline = time.monotonic() + LIMIT
-    with suppress(ConnectionRefusedError):
-        while time.monotonic() < deadline:
-            with (
-                suppress(ConnectionResetError),
-                socket.create_connection((host, port), timeout=LIMIT) as connection,
-            ):
-                connection.recv(1)
-        return False
-    return True
+
+    def is_closed():
+        try:
+            socket.create_connection((host, port), timeout=LIMIT).close()
+        except ConnectionRefusedError:
+            return True
+        except ConnectionResetError:
+            return False
+
+    return wait_for(is_closed)

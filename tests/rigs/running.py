@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
@@ -248,22 +249,14 @@ def soon(method, *arguments):
 
 def at_once(work, count=8, errors=()):
     """What `work(number)` returns in each of so many threads, or which of the errors."""
-    results, start = [None] * count, threading.Barrier(count)
+    start = threading.Barrier(count)
 
     def attempt(number):
         start.wait(LIMIT)
         try:
-            results[number] = work(number)
+            return work(number)
         except errors as error:
-            results[number] = error
+            return error
 
-    threads = [
-        threading.Thread(target=attempt, args=(number,), daemon=True)
-        for number in range(count)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT)
-        assert not thread.is_alive()
-    return results
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(attempt, range(count), timeout=LIMIT))
