@@ -74,16 +74,6 @@ def test_lifetime_is_shown_with_its_end(command, days):
     assert lifetime.days == days
 
 
-@ON_SQLITE
-@pytest.mark.parametrize("words", [["create", "ann"], ["revoke", "1"]])
-def test_lost_database_is_one_line_of_error(command, path, words):
-    command("token", "list")
-    os.remove(path)
-    result = command("token", *words)
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr == f"Error: No such file or directory: {path}\n"
-
-
 @pytest.fixture
 def elsewhere(monkeypatch):
     """A machine whose local time is nine hours ahead."""

@@ -59,9 +59,6 @@ def test_settings_are_those_for_production(environment):
     assert settings["worker_tmp_dir"] == "/dev/shm"
     assert settings["control_socket_disable"] == "True"
     assert settings["accesslog"] == "-"
-
-
-def test_environment_sets_address_and_number_of_workers(environment):
     changes = {"GARDENING_BIND": "0.0.0.0:8080", "WEB_CONCURRENCY": "3"}
     settings = set_up(environment, **changes)
     assert (settings["bind"], settings["workers"]) == ("['0.0.0.0:8080']", "3")

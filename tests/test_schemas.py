@@ -145,10 +145,6 @@ def test_first_row_of_any_page_is_a_number_that_a_database_takes():
     assert schemas.MAX_PAGE * schemas.MAX_SIZE < 2**63
 
 
-def test_unknown_query_parameter_is_refused():
-    assert list(errors_of(schemas.PAGE, {"pgae": "1"})) == ["pgae"]
-
-
 @pytest.mark.parametrize(
     ("coordinates", "told"),
     [

@@ -46,12 +46,6 @@ def copy_service(folder):
         shutil.copytree(ROOT / package, folder / package)
 
 
-def copy_broken_service(folder):
-    """The service, with a module that cannot be imported."""
-    copy_service(folder)
-    (folder / "schemas.py").write_text("raise RuntimeError('no soil')")
-
-
 def marked(mark):
     """The ids of the processes that have this mark in their environment."""
     return sorted(
