@@ -4,7 +4,6 @@ It knows no rule of the service: it shows that a program reads what the service 
 values of the types that the generator made.
 """
 
-import json
 import os
 import re
 import shutil
@@ -24,7 +23,7 @@ from rigs.running import (
     token_on,
 )
 
-# What openapi-generator says of every document of OpenAPI 3.1 that holds a schema.
+# What the generator says of every document of OpenAPI 3.1 that holds a schema.
 OF_ANY_DOCUMENT = ("OpenAPI 3.1 support is still in beta", "schema name: null")
 TYPESCRIPT = ROOT / "tests/release/typescript"
 TSC_OPTIONS = "--target es2022 --module nodenext --lib es2022,dom --skipLibCheck"
@@ -49,16 +48,8 @@ def generated(tmp_path, monkeypatch):
     return tmp_path
 
 
-def generator(name):
-    if not (program := shutil.which(name, path=BIN)):
-        pytest.skip(f"{name} is not installed")
-    return program
-
-
-class OfOpenAPIGenerator:
+class PythonClient:
     """Calls openapi-generator's client: its errors are exceptions, its unions boxes."""
-
-    TYPE = "type"
 
     def __init__(self, url, token):
         package = import_module("openapi_client")
@@ -81,28 +72,6 @@ class OfOpenAPIGenerator:
 
     def close(self):
         self.client.rest_client.pool_manager.clear()
-
-
-class OfOpenAPIPythonClient:
-    """Calls openapi-python-client's client, which has a module for each operation."""
-
-    TYPE = "type_"  # since Python has a function `type`
-
-    def __init__(self, url, token):
-        package = import_module("gardening_client")
-        self.models = import_module("gardening_client.models")
-        self.client = package.AuthenticatedClient(url, token, timeout=LIMIT)
-
-    def perform(self, operation, *arguments, **options):
-        module = import_module(f"gardening_client.api.projects.{operation}")
-        return module.sync(*arguments, client=self.client, **options)
-
-    def send(self, operation, *arguments, members, **options):
-        members = self.models.ProjectInput.from_dict(members)
-        return self.perform(operation, *arguments, body=members, **options)
-
-    def close(self):
-        self.client.get_httpx_client().close()
 
 
 def use(client):
@@ -133,7 +102,7 @@ def use(client):
 
     def describe(problem, model):
         assert isinstance(problem, model)
-        return problem.status, getattr(problem, client.TYPE)
+        return problem.status, problem.type
 
     south = {"location": POINT | {"coordinates": [0, 91]}}
     invalid = client.send("create_project", members=south)
@@ -150,7 +119,7 @@ def use(client):
 
 
 def test_python_client_of_openapi_generator_works(url, database, generated):
-    command = [generator("openapi-generator-cli"), "generate", "-g", "python"]
+    command = [BIN / "openapi-generator-cli", "generate", "-g", "python"]
     # Half of the time goes into optimizing what runs once.
     environment = os.environ | {"JAVA_OPTS": "-XX:TieredStopAtLevel=1"}
     options = ["-i", f"{url}/openapi.json", "-o", generated]
@@ -159,18 +128,7 @@ def test_python_client_of_openapi_generator_works(url, database, generated):
     told = [line for line in warnings if not any(map(line.count, OF_ANY_DOCUMENT))]
     assert told == []
     token = token_on(database, "openapi-generator")
-    with closing(OfOpenAPIGenerator(url, token)) as client:
-        use(client)
-
-
-def test_client_of_openapi_python_client_works(url, database, generated):
-    command = [generator("openapi-python-client"), "generate", "--fail-on-warning"]
-    (generated / "config.json").write_text(json.dumps({"post_hooks": []}))
-    options = ["--meta=none", f"--config={generated}/config.json"]
-    target = f"--output-path={generated}/gardening_client"
-    run(*command, f"--url={url}/openapi.json", *options, target)
-    token = token_on(database, "openapi-python-client")
-    with closing(OfOpenAPIPythonClient(url, token)) as client:
+    with closing(PythonClient(url, token)) as client:
         use(client)
 
 
