@@ -9,7 +9,7 @@ from collections import Counter
 from contextlib import closing
 
 import pytest
-from rigs.nginx import needs_nginx, proxy
+from rigs.nginx import assert_problem, needs_nginx, proxy
 from rigs.outside import connect
 from rigs.running import (
     LIMIT,
@@ -233,6 +233,8 @@ def test_refusal_is_that_of_nginx(failing, tmp_path, failure, method):
             TLSClient(nginx.port, "x") as behind,
         ):
             responses = [behind.fetch(method, PROJECTS) for _ in range(3)]
-    expected = settled(responses[-1])
-    assert settled(client.fetch(method, PROJECTS)) == expected
-    assert expected[0] == int(failure)
+    assert settled(client.fetch(method, PROJECTS)) == settled(responses[-1])
+    assert responses[-1][0] == int(failure)
+    if method == "POST":
+        assert_problem(responses[-1], int(failure))
+    assert responses[-1][1]["Retry-After"] == ("1" if failure == "429" else "5")

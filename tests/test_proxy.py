@@ -189,32 +189,6 @@ def test_http_on_the_port_of_https_is_a_problem_document(nginx):
         assert_problem(client.fetch("GET", PROJECTS), 400)
 
 
-def test_refusal_for_the_rate_is_a_problem_document(upstream, tmp_path):
-    slow = {"rate=50r/s": "rate=1r/m", "burst=100": "burst=1"}
-    with proxy(tmp_path, upstream, slow) as nginx, TLSClient(nginx.port, "x") as client:
-        responses = [client.fetch("GET", PROJECTS) for _ in range(3)]
-    assert [status for status, _, _ in responses] == [401, 401, 429]
-    assert_problem(responses[2], 429)
-    assert responses[2][1]["Retry-After"] == "1"
-
-
-@pytest.mark.parametrize("listens, status", [(False, 502), (True, 504)])
-def test_silence_of_the_service_is_a_problem_document(tmp_path, listens, status):
-    brief = {"proxy_http_version 1.1;": "proxy_http_version 1.1; proxy_read_timeout 1;"}
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        if listens:
-            silent.listen()
-        upstream = silent.getsockname()[1]
-        with (
-            proxy(tmp_path, upstream, brief) as nginx,
-            TLSClient(nginx.port, "x") as client,
-        ):
-            response = client.fetch("POST", PROJECTS, "{}")
-    assert_problem(response, status)
-    assert response[1]["Retry-After"] == "5"
-
-
 def test_defect_of_nginx_is_a_problem_document(upstream, tmp_path):
     with proxy(tmp_path, upstream) as nginx, TLSClient(nginx.port, "x") as client:
         client.call("GET", PROJECTS)
