@@ -145,33 +145,25 @@ def test_upgrade_that_fails_changes_nothing(older, open_store):
     assert structure(older) == before
 
 
-def has_a_newer_layout(raw):
-    if isinstance(raw, sqlite3.Connection):
-        raw.execute(f"PRAGMA user_version = {LAYOUT + 1}")
-    else:
-        comment = f"Gardening Project Service, layout {LAYOUT + 1}"
-        raw.execute(f"COMMENT ON TABLE project IS '{comment}'")
+# What marks a database in SQLite and in PostgreSQL, and why it is refused.
+MARKS = {
+    "made by a newer release": (
+        f"PRAGMA user_version = {LAYOUT + 1}",
+        f"COMMENT ON TABLE project IS 'Gardening Project Service, layout {LAYOUT + 1}'",
+    ),
+    "made by another program": (
+        "PRAGMA application_id = 1",
+        "COMMENT ON TABLE project IS 'layout 1'",
+    ),
+}
 
 
-def is_marked_by_another_program(raw):
-    if isinstance(raw, sqlite3.Connection):
-        raw.execute("PRAGMA application_id = 1")
-    else:
-        raw.execute("COMMENT ON TABLE project IS 'layout 1'")
-
-
-@pytest.mark.parametrize(
-    ("mark", "reason"),
-    [
-        (has_a_newer_layout, "made by a newer release"),
-        (is_marked_by_another_program, "made by another program"),
-    ],
-)
+@pytest.mark.parametrize(("reason", "marks"), MARKS.items(), ids=MARKS)
 def test_database_of_another_program_or_a_newer_release_is_refused(
-    open_store, database, raw, mark, reason
+    open_store, database, raw, reason, marks
 ):
     open_store().create_project("ann", {})
-    mark(raw)
+    raw.execute(marks[not isinstance(raw, sqlite3.Connection)])
     before = structure(raw), projects(raw)
     store = store_on(database)
     for _ in range(2):  # as if the first refusal had prepared it
