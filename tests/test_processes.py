@@ -17,6 +17,7 @@ from rigs.outside import copy_service
 from rigs.running import (
     BIN,
     LIMIT,
+    NEEDS_ROOT,
     PROJECTS,
     TWO_WORKERS,
     Client,
@@ -147,6 +148,7 @@ def test_killed_worker_leaves_the_others_going(environment, token, check_integri
         assert process.poll() is None
 
 
+@NEEDS_ROOT
 def test_full_disk_stops_writes_until_there_is_room(environment, mount, tmp_path):
     disk = tmp_path / "disk"
     mount(disk, "1m")

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from rigs.running import (
     LIMIT,
+    NEEDS_ROOT,
     ON_SQLITE,
     POINT,
     ROOT,
@@ -766,7 +767,7 @@ def attempt(path, script, *tracer):
 
 
 @ON_SQLITE
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@NEEDS_ROOT
 def test_file_that_may_only_be_read_is_unavailable_to_writers(store, park, path):
     for folder in Path(path).parents:
         if not folder.stat().st_mode & 0o001:  # pytest's own are for their owner alone

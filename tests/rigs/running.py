@@ -48,6 +48,9 @@ ON_SQLITE = pytest.mark.parametrize("database", ["SQLite"], indirect=True)
 ON_POSTGRESQL = pytest.mark.parametrize("database", ["PostgreSQL"], indirect=True)
 
 
+NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+
+
 def needs(program):
     """A mark for a test of a program that pip cannot install."""
     missing = not shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin")
