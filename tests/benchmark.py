@@ -76,7 +76,7 @@ class Measure:
 
     def peak_memory(self):
         """The peak of the processes' resident memory, in MB, shared pages once for each."""
-        pids = [self.process.pid, *workers(self.process)]
+        pids = [self.process.pid, *workers(self.process.pid)]
         status = [Path(f"/proc/{pid}/status").read_text() for pid in pids]
         return sum(int(s.split("VmHWM:")[1].split()[0]) for s in status) / 1000
 

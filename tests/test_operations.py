@@ -475,10 +475,10 @@ def test_copy_of_litestream_loses_a_second_at_most(machine, token, litestream):
     create(machine, token, "Park")
     [project] = curl(machine, PROJECTS, token=token)[1]
     address = f"http://127.0.0.1:8000{PROJECTS}/{project['id']}"
-    json_of = f"-H 'Content-Type: application/json' -H 'Authorization: Bearer {token}'"
+    headers = f"-H 'Content-Type: application/json' -H 'Authorization: Bearer {token}'"
     machine.paste("sleep 1.1 && date -u +%FT%TZ >/tmp/moment && sleep 1.1")
     machine.paste(
-        f"while curl -fs -X PUT {json_of} -d '{{}}' {address}; do date +%s.%N >&3; done"
+        f"while curl -fs -X PUT {headers} -d '{{}}' {address}; do date +%s.%N >&3; done"
         " >/dev/null 3>/tmp/acknowledged & sleep 2; date +%s.%N >/tmp/killed;"
         "systemctl kill --signal=KILL gardening-litestream;"
         "systemctl stop gardening-litestream gardening"

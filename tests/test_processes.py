@@ -138,7 +138,7 @@ def test_killed_worker_leaves_the_others_going(environment, token, check_integri
                         writers[number].write(client)
                         rounds += 1
                         if (number, rounds) == (0, 30):
-                            os.kill(workers(process)[0], signal.SIGKILL)
+                            os.kill(workers(process.pid)[0], signal.SIGKILL)
 
         at_once(work)
         with Client(port, token) as client:
@@ -266,11 +266,11 @@ def test_worker_that_starts_without_the_file_says_so_and_creates_none(
                 return client.call("GET", PROJECTS)[0]
 
         assert status() == 200
-        [worker] = workers(process)
+        [worker] = workers(process.pid)
         away = f"{path}-away"
         os.rename(path, away)
         os.kill(worker if number == signal.SIGKILL else process.pid, number)
-        wait_for(lambda: workers(process) not in ([], [worker]))
+        wait_for(lambda: workers(process.pid) not in ([], [worker]))
         wait_for(lambda: status() == 503)
         assert not os.path.exists(path)
         os.rename(away, path)

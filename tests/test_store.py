@@ -514,32 +514,23 @@ def test_list_etag_does_not_return_after_a_restored_backup(store, raw):
 
 
 def test_list_etag_ignores_other_accounts_and_refused_changes(store):
-    strangers = ("eve", "%", "b_b", "BOB")
-    empty = [etags(store, stranger) for stranger in strangers]
+    """It would not return, so one look at the end is enough."""
     id = store.create_project("ann", {}).id
-    before = etags(store)
-
-    def check():
-        assert etags(store) == before
-        assert [etags(store, stranger) for stranger in strangers] == empty
-
-    check()
+    others = ("ann", "eve", "%", "b_b", "BOB")
+    before = [etags(store, account) for account in others]
     for account in ("bob", "ANN", "an_"):
         other = store.create_project(account, {}).id
-        check()
         store.update_project(account, other, {})
-        check()
         with pytest.raises(NotFound):
             store.update_project(account, id, {})
         with pytest.raises(NotFound):
             store.delete_project(account, id)
         store.delete_project(account, other)
-        check()
     with pytest.raises(Stale):
         store.update_project("ann", id, {}, Precondition(["9"]))
     with pytest.raises(Stale):
         store.delete_project("ann", id, Precondition(["9"]))
-    check()
+    assert [etags(store, account) for account in others] == before
 
 
 def test_etag_of_a_list_is_that_of_no_other_query(store):

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.request import urlopen
@@ -18,8 +17,6 @@ import pytest
 from rigs.outside import (
     call_projects,
     connect,
-    left,
-    marked,
     refuses,
     steer,
 )
@@ -42,26 +39,21 @@ else:
 
 
 class Service:
-    """A running command; its processes are known by a mark in their environment."""
+    """A running command."""
 
-    def __init__(self, process, mark, place):
-        self.process, self.mark, self.place = process, mark, place
+    def __init__(self, process, place):
+        self.process, self.place = process, place
 
     def read(self):
         return json.loads(self.process.stdout.readline())
 
     def errors(self):
-        """What it said on standard error; fails if it does not end, or leaves anything.
+        """What it said on standard error, which each of its processes holds to its end.
 
-        Each of its processes holds its standard error.
+        Fails if it leaves a file, or says anything else on standard output.
         """
-        try:
-            output, errors = self.process.communicate(timeout=LIMIT)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"still there: {marked(self.mark)}")
-        assert left(self.mark) == []
-        assert list(self.place.iterdir()) == []
-        assert output == ""
+        output, errors = self.process.communicate(timeout=LIMIT)
+        assert (output, list(self.place.iterdir())) == ("", [])
         return errors
 
 
@@ -72,25 +64,21 @@ def start(tmp_path):
     place.mkdir()
 
     @contextmanager
-    def start(
-        *options, command=COMMAND, stdin=subprocess.PIPE, folder=ROOT, **variables
-    ):
-        mark = f"MARK={uuid.uuid4()}"
-        environment = os.environ | {"TMPDIR": str(place), "MARK": mark[5:]} | variables
+    def start(*options, command=COMMAND, stdin=subprocess.PIPE):
         process = subprocess.Popen(
             [*command, *options],
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            cwd=folder,
-            env=environment,
+            cwd=ROOT,
+            env=os.environ | {"TMPDIR": str(place)},
         )
         limit = threading.Timer(LIMIT, process.kill)
         limit.start()
         with process:
             try:
-                yield Service(process, mark, place)
+                yield Service(process, place)
                 assert not limit.finished.is_set(), "Only the limit has ended it."
             finally:
                 limit.cancel()
@@ -116,8 +104,7 @@ def test_it_is_two_processes_that_say_where_they_are(service):
     assert ready == {"url": ready["url"], "token": ready["token"]}
     assert call_projects(**ready, method="POST", body={"name": "Park"})[0] == 201
     assert len(call_projects(**ready)[1]) == 1
-    assert marked(service.mark) == [service.process.pid, *workers(service.process)]
-    assert len(workers(service.process)) == 1
+    assert len(workers(service.process.pid)) == 1
 
 
 GIVEN = [
@@ -299,7 +286,8 @@ def test_closed_terminal_ends_it(start, command):
 def test_job_in_the_background_is_not_stopped_by_its_terminal(start):
     with at_terminal(start, script=IN_BACKGROUND) as (service, user):
         ready = json.loads(user.readline())
-        job, worker = sorted({*marked(service.mark)} - {service.process.pid})
+        [job] = workers(service.process.pid)
+        [worker] = workers(job)
         user.write(b"for the shell\n")
         state, threads = (Path(f"/proc/{worker}/{name}") for name in ("status", "task"))
         # It no longer reads its terminal, or was stopped.
@@ -381,17 +369,16 @@ def test_end_of_one_process_is_the_end_of_both(start, killed, number):
     with start(stdin=subprocess.DEVNULL) as service:
         service.read()
         process = service.process
-        [worker] = workers(process)
+        [worker] = workers(process.pid)
         started = time.monotonic()
         os.kill(worker if killed == "worker" else process.pid, number)
-        status = process.wait(LIMIT)
-        assert left(service.mark) == []
+        errors = service.errors()
         assert time.monotonic() - started < 5
         if killed == "worker":
-            assert status == 1
-            assert "The test service has ended" in service.errors()
+            assert process.returncode == 1
+            assert "The test service has ended" in errors
         else:
-            assert status == (0 if number == signal.SIGTERM else -number)
+            assert process.returncode == (0 if number == signal.SIGTERM else -number)
 
 
 def test_silent_worker_is_not_killed_with_the_data():
@@ -413,7 +400,7 @@ def test_no_signal_reloads_it_or_starts_a_second_worker(start):
     others = {signal.SIGTTIN, signal.SIGTTOU, signal.SIGUSR2, signal.SIGWINCH}
     with start(command=DEAF, stdin=subprocess.DEVNULL) as service:
         service.read()
-        [worker] = workers(service.process)
+        [worker] = workers(service.process.pid)
         assert ignored(service.process.pid) >= others | {signal.SIGHUP}
         assert ignored(worker) >= {signal.SIGHUP}
         service.process.terminate()

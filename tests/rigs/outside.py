@@ -46,27 +46,20 @@ def copy_service(folder):
         shutil.copytree(ROOT / package, folder / package)
 
 
-def marked(mark):
-    """The ids of the processes that have this mark in their environment."""
-    return sorted(
-        int(folder.name)
-        for folder in Path("/proc").glob("[1-9]*")
-        if mark.encode() in content(folder / "environ")
-    )
-
-
 def left(mark):
-    """Those that do not end."""
+    """The processes that have this mark in their environment, and do not end."""
+
+    def marked():
+        found = []
+        for folder in Path("/proc").glob("[1-9]*"):
+            with suppress(FileNotFoundError, PermissionError, ProcessLookupError):
+                if mark.encode() in (folder / "environ").read_bytes():
+                    found.append(folder.name)
+        return found
+
     with suppress(AssertionError):
-        wait_for(lambda: not marked(mark))
-    return marked(mark)
-
-
-def content(file):
-    try:
-        return file.read_bytes()
-    except (FileNotFoundError, PermissionError, ProcessLookupError):
-        return b""
+        wait_for(lambda: not marked())
+    return marked()
 
 
 def refuses(url):

@@ -152,15 +152,15 @@ def gunicorn(environment, *options, stdout=subprocess.DEVNULL):
             process.wait(3)
         except subprocess.TimeoutExpired:
             # A worker that had just started has missed it.
-            for worker in workers(process):
+            for worker in workers(process.pid):
                 with suppress(ProcessLookupError):
                     os.kill(worker, signal.SIGTERM)
             process.wait(LIMIT)
 
 
-def workers(process):
-    """The process ids of gunicorn's workers."""
-    children = f"/proc/{process.pid}/task/{process.pid}/children"
+def workers(pid):
+    """The process ids of the workers of this gunicorn."""
+    children = f"/proc/{pid}/task/{pid}/children"
     return [int(pid) for pid in Path(children).read_text().split()]
 
 
