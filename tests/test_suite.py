@@ -7,22 +7,14 @@ from contextlib import closing
 
 from rigs import SETTINGS
 from rigs.layouts import lay_out
+from rigs.outside import HOSTILE
 from rigs.running import LIMIT, run
 
-HOSTILE = {
-    "FLASK_DEBUG": "1",
-    "FLASK_RUN_PORT": "nonsense",
-    "GARDENING_BIND": "nonsense",
-    "GUNICORN_CMD_ARGS": "--bind=nonsense",
-    "WEB_CONCURRENCY": "nonsense",
-    "PGHOST": "nonsense",
-    "PYTHONPATH": "/nonsense",
-}
-STARTS = [
-    "newcomer_is_told",
-    "first_calls",
-    "settings_are_those",
-    "goes_before_the_env",
+STARTS = [  # what reads the settings
+    "tests/test_app.py::test_config_goes_before_the_environment",
+    "tests/test_gunicorn.py::test_settings_are_those_for_production",
+    "tests/test_processes.py::test_newcomer_is_told_the_next_step",
+    "tests/test_readme.py::test_first_calls_and_tokens_print_what_the_readme_says",
 ]
 
 
@@ -32,13 +24,8 @@ def test_settings_of_a_developer_do_not_meet_the_tests(tmp_path):
     with closing(sqlite3.connect(theirs)) as raw:
         lay_out(raw, 1)
     before = theirs.read_bytes()
-    files = [
-        f"tests/test_{name}.py" for name in ("processes", "readme", "gunicorn", "app")
-    ]
-    ended = run(
-        *[sys.executable, "-m", "pytest", *files, "-k", " or ".join(STARTS)],
-        environment=os.environ | HOSTILE | {"FLASK_DATABASE": str(theirs)},
-        limit=2 * LIMIT,
-    )
+    environment = os.environ | HOSTILE | {"FLASK_DATABASE": str(theirs)}
+    command = [sys.executable, "-m", "pytest", *STARTS]
+    ended = run(*command, environment=environment, limit=2 * LIMIT)
     assert " 4 passed" in ended.stdout
     assert theirs.read_bytes() == before

@@ -10,10 +10,13 @@ from rigs.running import LIMIT, PROJECTS, ROOT, Client, port_of, wait_for
 
 HOSTILE = {  # settings of a user, which are not for the service
     "FLASK_DATABASE": "/no/such/folder/theirs.db",
+    "FLASK_DEBUG": "1",
     "FLASK_MAX_CONTENT_LENGTH": "1",
+    "FLASK_RUN_PORT": "theirs",
     "GARDENING_BIND": "theirs",
     "GUNICORN_CMD_ARGS": "--bind=theirs --workers=9",
-    "WEB_CONCURRENCY": "99",
+    "PGHOST": "theirs",
+    "WEB_CONCURRENCY": "theirs",
 }
 
 
