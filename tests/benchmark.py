@@ -46,60 +46,56 @@ end
 """
 
 
-class Measure:
-    """A request that wrk repeats; `found` gets requests/s, p50 and p99 (ms) a round."""
-
-    def __init__(self, title, served, path, token="", script="", etag='""'):
-        self.title, self.script, self.found = title, script, []
-        self.process, port = served
-        headers = {"Authorization": f"Bearer {token}", "If-None-Match": etag}
-        headers["Content-Type"] = "application/json"
-        self.command = ["wrk", "-t1", f"-c{CONNECTIONS}", "--latency"]
-        self.command += [f"-H{name}: {text}" for name, text in headers.items()]
-        self.command += [f"http://127.0.0.1:{port}{path}"]
-
-    def take(self, seconds):
-        with tempfile.NamedTemporaryFile("w", suffix=".lua") as file:
-            file.write(self.script)
-            file.flush()
-            command = [*self.command, f"-d{seconds}s", "-s", file.name]
-            printed = subprocess.check_output(command, text=True)
-        if failed := re.search("Non-2xx.*|Socket errors.*", printed):
-            sys.exit(f"{self.title}: {failed[0]}; no figure is valid")
-        [rate] = re.findall(r"Requests/sec: +([\d.]+)", printed)
-        times = re.findall(r"(?:50|99)% +([\d.]+)(\w+)", printed)
-        milliseconds = [float(number) * UNITS[unit] for number, unit in times]
-        self.found.append([float(rate), *milliseconds])
-
-    def medians(self):
-        return [statistics.median(figures) for figures in zip(*self.found)]
-
-    def peak_memory(self):
-        """The peak of the processes' resident memory, in MB, shared pages once for each."""
-        pids = [self.process.pid, *workers(self.process.pid)]
-        status = [Path(f"/proc/{pid}/status").read_text() for pid in pids]
-        return sum(int(s.split("VmHWM:")[1].split()[0]) for s in status) / 1000
+def wrk(url, seconds, token="", script="", etag='""'):
+    """Requests/s, and the times in ms within which 50 and 99 in 100 are answered."""
+    headers = {"Authorization": f"Bearer {token}", "If-None-Match": etag}
+    headers["Content-Type"] = "application/json"
+    sent = [f"-H{name}: {text}" for name, text in headers.items()]
+    with tempfile.NamedTemporaryFile("w", suffix=".lua") as file:
+        file.write(script)
+        file.flush()
+        command = ["wrk", "-t1", f"-c{CONNECTIONS}", f"-d{seconds}s", "--latency"]
+        command += [*sent, "-s", file.name, url]
+        printed = subprocess.check_output(command, text=True)
+    if failed := re.search("Non-2xx.*|Socket errors.*", printed):
+        sys.exit(f"{url}: {failed[0]}; no figure is valid")
+    [rate] = re.findall(r"Requests/sec: +([\d.]+)", printed)
+    times = re.findall(r"(?:50|99)% +([\d.]+)(\w+)", printed)
+    return [float(rate), *(float(number) * UNITS[unit] for number, unit in times)]
 
 
 def measures(empty, service, database):
+    """What wrk is called with, by its title."""
     small, large = token_on(database, "small"), token_on(database, "large")
-    with Client(service[1], small) as client:
+    with Client(service, small) as client:
         for _ in range(20):
             project = client.call("POST", PROJECTS, MEMBERS)[1]
-    with Client(service[1], large) as client:
+    with Client(service, large) as client:
         for _ in range(1000):
             client.call("POST", PROJECTS, MEMBERS)
-        tag = client.ask("GET", PROJECTS)[1]["ETag"]
-    one = f"{PROJECTS}/{project['id']}"
-    return [
-        Measure("empty Flask view", empty, "/"),
-        Measure("read", service, one, small),
-        Measure("list of 20", service, PROJECTS, small),
-        Measure("list of 1,000", service, PROJECTS, large),
-        Measure("list of 1,000, unchanged (304)", service, PROJECTS, large, etag=tag),
-        Measure("write (PUT)", service, one, small, PUT),
-        Measure("one PUT in five", service, one, small, MIX),
-    ]
+        etag = client.ask("GET", PROJECTS)[1]["ETag"]
+    projects = f"http://127.0.0.1:{service}{PROJECTS}"
+    one = f"{projects}/{project['id']}"
+    return {
+        "empty Flask view": {"url": f"http://127.0.0.1:{empty}"},
+        "read": {"url": one, "token": small},
+        "list of 20": {"url": projects, "token": small},
+        "list of 1,000": {"url": projects, "token": large},
+        "list of 1,000, unchanged (304)": {
+            "url": projects,
+            "token": large,
+            "etag": etag,
+        },
+        "write (PUT)": {"url": one, "token": small, "script": PUT},
+        "one PUT in five": {"url": one, "token": small, "script": MIX},
+    }
+
+
+def peak_memory(process):
+    """The peak of the processes' resident memory, in MB, shared pages once for each."""
+    pids = [process.pid, *workers(process.pid)]
+    status = [Path(f"/proc/{pid}/status").read_text() for pid in pids]
+    return sum(int(s.split("VmHWM:")[1].split()[0]) for s in status) / 1000
 
 
 def main(rounds=5, seconds=2):
@@ -111,25 +107,26 @@ def main(rounds=5, seconds=2):
         database = f"{folder}/gardening.db"
         settings = environment_of(database)
         with (
-            gunicorn(settings, *options, *empty_app) as empty,
-            gunicorn(settings, *options) as service,
+            gunicorn(settings, *options, *empty_app) as (empty, empty_port),
+            gunicorn(settings, *options) as (service, port),
         ):
-            every = measures(empty, service, database)
+            every = measures(empty_port, port, database)
+            found = {title: [] for title in every}
             for _ in range(rounds):
-                for measure in every:
-                    measure.take(seconds)
-            memory = [measure.peak_memory() for measure in every]
+                for title, called in every.items():
+                    found[title].append(wrk(seconds=seconds, **called))
+            memory = [peak_memory(process) for process in (empty, service)]
     print(
-        f"{date.today()}, {os.cpu_count()} cores, {CONNECTIONS} connections, ", end=""
+        f"{date.today()}, {os.cpu_count()} cores, {CONNECTIONS} connections,", end=" "
     )
-    print(f"median of {rounds} rounds of {seconds} s\n")
-    print("| | requests/s | to the empty view | p50 ms | p99 ms | peak MB |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: |")
-    base = every[0].medians()[0]
-    for measure, megabytes in zip(every, memory):
-        rate, p50, p99 = measure.medians()
-        print(f"| {measure.title} | {rate:,.0f} | {rate / base:.2f} |", end=" ")
-        print(f"{p50:.1f} | {p99:.1f} | {megabytes:.0f} |")
+    print(f"median of {rounds} rounds of {seconds} s; peak memory of all processes:")
+    print("the empty view {:.0f} MB, the service {:.0f} MB\n".format(*memory))
+    print("| | requests/s | relative to the empty view | p50 ms | p99 ms |")
+    print("| --- | ---: | ---: | ---: | ---: |")
+    base = statistics.median(rate for rate, *_ in found["empty Flask view"])
+    for title, figures in found.items():
+        rate, p50, p99 = map(statistics.median, zip(*figures))
+        print(f"| {title} | {rate:,.0f} | {rate / base:.2f} | {p50:.1f} | {p99:.1f} |")
 
 
 if __name__ == "__main__":
