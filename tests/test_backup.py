@@ -269,12 +269,13 @@ backup.restore(engine, sys.argv[2])
 
 
 def test_kill_in_the_middle_leaves_the_database_empty(
-    source, file, target, open_target
+    source, file, target, open_target, tmp_path
 ):
     backup(source.engine, file)
     script = [sys.executable, "-c", RESTORE, target, file]
+    options = {"cwd": ROOT, "env": os.environ | {"TMPDIR": str(tmp_path)}}
     pipe = subprocess.PIPE
-    with subprocess.Popen(script, cwd=ROOT, stdin=pipe, stdout=pipe) as process:
+    with subprocess.Popen(script, **options, stdin=pipe, stdout=pipe) as process:
         assert process.stdout.readline() == b"filled\n"
         process.kill()
     empty = open_target()
