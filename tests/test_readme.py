@@ -59,16 +59,6 @@ def test_first_calls_and_tokens_print_what_the_readme_says(clone, monkeypatch):
         assert [token.account for token in store.list_tokens()] == ["ann"]
 
 
-def test_folder_that_cannot_be_made_is_one_line(clone, monkeypatch):
-    monkeypatch.delenv("FLASK_DATABASE", raising=False)
-    (clone / "instance").write_text("in the way")
-    for command in (["token", "list"], ["run", "--port=0"]):
-        ended = run(clone / ".venv/bin/flask", *command, folder=clone, status=1)
-        assert (
-            ended.stderr == f"Error: Not a directory: {clone}/instance/gardening.db\n"
-        )
-
-
 def test_version_is_one():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     described = json.loads((ROOT / "openapi.json").read_text())["info"]["version"]
