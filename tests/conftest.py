@@ -5,14 +5,7 @@ from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 from rigs.conformance import CheckedClient
-from rigs.running import (
-    MEMORY,
-    PROJECTS,
-    environment_of,
-    run,
-    store_on,
-    token_on,
-)
+from rigs.running import MEMORY, PROJECTS, environment_of, run, store_on, token_on
 
 from app import create_app
 from auth import digest

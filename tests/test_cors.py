@@ -65,8 +65,7 @@ def test_other_options_reach_the_service(client):
 
 
 @pytest.mark.parametrize(
-    "path, status",
-    [(PROJECTS, 200), ("/x", 404), ("/gardening-problem", 404)],
+    "path, status", [(PROJECTS, 200), ("/x", 404), ("/gardening-problem", 404)]
 )
 def test_headers_name_the_named_origin_alone(client, path, status):
     for origin in (NAMED, OTHER, NAMED + ".evil.example", "null"):

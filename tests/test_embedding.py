@@ -8,13 +8,7 @@ import sys
 import uuid
 
 import pytest
-from rigs.outside import (
-    HOSTILE,
-    call_projects,
-    copy_service,
-    left,
-    refuses,
-)
+from rigs.outside import HOSTILE, call_projects, copy_service, left, refuses
 from rigs.running import LIMIT, ROOT, blocks, needs, run
 
 PAGE = "docs/testing.md"

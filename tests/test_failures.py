@@ -11,15 +11,7 @@ from contextlib import closing
 import pytest
 from rigs.nginx import assert_problem, needs_nginx, proxy
 from rigs.outside import connect
-from rigs.running import (
-    LIMIT,
-    PROJECTS,
-    Client,
-    TLSClient,
-    at_once,
-    gunicorn,
-    wait_for,
-)
+from rigs.running import LIMIT, PROJECTS, Client, TLSClient, at_once, gunicorn, wait_for
 
 JSON_HEADER = {"Content-Type": "application/json"}
 JSON = {"Content_Type": "application/json"}

@@ -91,9 +91,7 @@ def shared(tmp_path_factory):
     with (
         logs[0].open("wb") as stdout,
         gunicorn(
-            environment_of(database),
-            f"--error-logfile={logs[1]}",
-            stdout=stdout,
+            environment_of(database), f"--error-logfile={logs[1]}", stdout=stdout
         ) as (_, port),
     ):
         yield Shared(port, database, *logs)

@@ -23,15 +23,7 @@ from rigs.pgserver import (
     silence,
     start_pgserver,
 )
-from rigs.running import (
-    BIN,
-    LIMIT,
-    at_once,
-    environment_of,
-    run,
-    soon,
-    wait_for,
-)
+from rigs.running import BIN, LIMIT, at_once, environment_of, run, soon, wait_for
 
 from app import create_app
 from auth import digest

@@ -34,10 +34,7 @@ pytestmark = needs_nginx
 
 
 def mixed_load(
-    port: int,
-    token: str,
-    count: int,
-    meanwhile: Callable = lambda number, turn: None,
+    port: int, token: str, count: int, meanwhile: Callable = lambda number, turn: None
 ) -> list[int]:
     """The statuses of so many calls of each of 8 clients on kept-alive connections."""
     statuses = []

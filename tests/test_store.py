@@ -206,10 +206,7 @@ def test_update_changes_only_what_is_given(store):
     before = read(store.create_project("ann", members))
     cleared = {"name": None, "location": None}
     after = read(store.update_project("ann", before["id"], cleared))
-    assert after == before | cleared | {
-        "version": 2,
-        "updated_at": after["updated_at"],
-    }
+    assert after == before | cleared | {"version": 2, "updated_at": after["updated_at"]}
     assert read(store.get_project("ann", before["id"])) == after
     assert store.get_project("ann", other.id) == other
 

@@ -14,12 +14,7 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
-from rigs.outside import (
-    call_projects,
-    connect,
-    refuses,
-    steer,
-)
+from rigs.outside import call_projects, connect, refuses, steer
 from rigs.running import LIMIT, PROJECTS, ROOT, at_once, run, wait_for, workers
 
 from app import create_app
