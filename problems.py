@@ -1,4 +1,5 @@
 """Every error as a problem document (RFC 9457); those of the store are in one table."""
+# Tested in tests/test_app.py.
 
 import json
 from collections.abc import Iterable, Mapping

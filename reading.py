@@ -2,6 +2,7 @@
 
 It does not know what a Project is (schemas.py does), or how one is stored.
 """
+# Tested in tests/test_app.py.
 
 import json
 import re

@@ -2,6 +2,7 @@
 
 It knows no rule of the store, and depends on no database.
 """
+# Tested in tests/test_store.py.
 
 import os
 import time

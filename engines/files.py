@@ -2,6 +2,7 @@
 
 It opens no database, and knows nothing of what is in one.
 """
+# Tested in tests/test_backup.py and tests/test_store.py.
 
 import errno
 import fcntl

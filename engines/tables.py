@@ -3,6 +3,7 @@
 The tables are written with SQLite's types. In a statement, `:name` is a parameter, and `%`
 is not allowed: see engines.postgres.as_psycopg.
 """
+# Tested in tests/test_layouts.py.
 
 TEXT, INTEGER, JSON = "text", "integer", "JSON"
 # The members of a Project, in the order of its document. To the database, JSON is text.

@@ -3,6 +3,7 @@
 With the worker, the data are gone. So nothing starts a second one, and the end of either
 process is the end of both.
 """
+# Tested in tests/test_testservice.py.
 
 import json
 import os

@@ -8,6 +8,7 @@ GET /test/tokens/TOKEN shows what is left of its plan; DELETE revokes the token.
 Ends with its input, or on SIGTERM or SIGINT; an input that is not a pipe, a socket or a
 terminal, such as /dev/null, never ends it.
 """
+# Tested in tests/test_testservice.py.
 
 import argparse
 import os

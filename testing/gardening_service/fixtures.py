@@ -3,6 +3,7 @@
 It runs as a process of its own, so that no module, setting or path of a test's project
 meets one of the service's.
 """
+# Tested in tests/test_embedding.py.
 
 import json
 import secrets
