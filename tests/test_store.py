@@ -31,6 +31,7 @@ from rigs.running import (
 
 from engines.base import OutcomeUnknown, Unavailable
 from engines.sqlite import LOCK_TIMEOUT, TURN_TIMEOUT, Connection, SQLite
+from schemas import MAX_PAGE
 from store import (
     KeyReused,
     KeySpent,
@@ -131,12 +132,6 @@ def test_created_project_holds_its_members_in_order(store):
     assert created["created_at"] == created["updated_at"]
     assert (created["id"], project.etag) == (project.id, etag(created))
     assert len(project.id) == 24 and set(project.id) <= set("0123456789abcdef")
-
-
-def test_created_project_is_in_the_database(store, raw):
-    created = store.create_project("ann", {"name": "Park", "postal_code": "94117"})
-    rows = raw.execute("SELECT id, account, name, postal_code, version FROM project")
-    assert rows.fetchall() == [(created.id, "ann", "Park", "94117", 1)]
 
 
 def test_times_are_epoch_milliseconds_of_the_clock(open_store):
@@ -415,10 +410,11 @@ def test_order_of_creation_outlives_changes_of_the_rows(store, raw):
 def test_pages_part_the_list(store):
     for number in range(5):
         store.create_project("ann", {"name": str(number)})
-    pages = [read(store.list_projects("ann", Page(page, 2))) for page in range(4)]
+    numbers = [0, 1, 2, 3, MAX_PAGE]
+    pages = [read(store.list_projects("ann", Page(page, 2))) for page in numbers]
     names = [[project["name"] for project in page["projectList"]] for page in pages]
-    assert names == [["0", "1"], ["2", "3"], ["4"], []]
-    for number, page in enumerate(pages):
+    assert names == [["0", "1"], ["2", "3"], ["4"], [], []]
+    for number, page in zip(numbers, pages, strict=True):
         assert list(page) == ["projectList", "page", "size", "total"]
         assert (page["page"], page["size"], page["total"]) == (number, 2, 5)
 
@@ -463,12 +459,6 @@ def test_page_costs_the_same_however_many_projects_there_are(store, raw):
 
     assert steps("many", 0) < 1.1 * steps("few", 0)
     assert steps("many", 19_980) < 1.1 * steps("few", 80)
-
-
-def test_page_far_beyond_the_end_is_empty(store):
-    store.create_project("ann", {})
-    page = read(store.list_projects("ann", Page(2**53 - 1, 1000)))
-    assert (page["projectList"], page["page"]) == ([], 2**53 - 1)
 
 
 def test_list_etag_changes_with_each_change_and_never_returns(store):
@@ -567,13 +557,6 @@ def test_token_expires_to_the_millisecond(open_store):
     assert store.find_caller(b"1") == ("ann", 1)
     times[0] += 0.001
     assert store.find_caller(b"1") is None
-
-
-def test_id_of_a_revoked_token_is_not_given_again(store):
-    store.add_token("ann", b"1")
-    store.revoke_token(1)
-    store.add_token("ann", b"2")
-    assert [id for id, *_ in store.list_tokens()] == [2]
 
 
 def test_connection_is_opened_at_the_first_use_and_kept_until_close(open_store):
