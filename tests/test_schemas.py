@@ -148,14 +148,15 @@ def test_first_row_of_any_page_is_a_number_that_a_database_takes():
 @pytest.mark.parametrize(
     ("coordinates", "told"),
     [
-        (None, "Field may not be null."),
-        ("12", "Not a valid array."),
-        ({"0": 1, "1": 2}, "Not a valid array."),
-        ([1], "Length must be 2."),
+        (None, ["Field may not be null."]),
+        ("12", ["Not a valid array."]),
+        ({"0": 1, "1": 2}, ["Not a valid array."]),
+        ([1], ["Length must be 2."]),
+        ([float("inf"), 0], {0: ["Not a number that a double can hold."]}),
     ],
 )
 def test_refusal_of_coordinates_is_in_the_callers_terms(coordinates, told):
     """Without a word of Python, such as tuple."""
     location = POINT | {"coordinates": coordinates}
     found = errors({"location": location})
-    assert found == {"location": {"coordinates": [told]}}
+    assert found == {"location": {"coordinates": told}}
