@@ -87,18 +87,16 @@ def open_store_on():
 
 
 @pytest.fixture
-def open_store(database):
-    """Opens a store on the database, and closes it after the test."""
-    with ExitStack() as stores:
+def open_store(database, open_store_on):
+    """Opens a store on the database, which has its tables by then."""
 
-        def open_store(clock=time.time):
-            store = store_on(database, clock)
-            stores.callback(store.close)
-            store.list_tokens()  # the first use creates the tables
-            store.close()
-            return store
+    def open_store(clock=time.time):
+        store = open_store_on(database, clock)
+        store.list_tokens()  # the first use creates the tables
+        store.close()
+        return store
 
-        yield open_store
+    return open_store
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -103,9 +103,8 @@ def file(tmp_path):
 
 
 @pytest.fixture
-def open_target(target):
-    with ExitStack() as stores:
-        yield lambda: stores.enter_context(closing(store_on(target)))
+def open_target(target, open_store_on):
+    return lambda: open_store_on(target)
 
 
 def flask(database, *arguments, status=0):
