@@ -268,12 +268,14 @@ def test_worker_that_starts_without_the_file_says_so_and_creates_none(
         assert status() == 200
         [worker] = workers(process.pid)
         away = f"{path}-away"
-        os.rename(path, away)
+        for suffix in ("", "-wal"):  # beside which no file would be created
+            os.rename(path + suffix, away + suffix)
         os.kill(worker if number == signal.SIGKILL else process.pid, number)
         wait_for(lambda: workers(process.pid) not in ([], [worker]))
         wait_for(lambda: status() == 503)
         assert not os.path.exists(path)
-        os.rename(away, path)
+        for suffix in ("", "-wal"):
+            os.rename(away + suffix, path + suffix)
         wait_for(lambda: status() == 200)
         assert process.poll() is None
 
