@@ -36,14 +36,13 @@ api = Blueprint("api", __name__)
 def create_app(config: Mapping[str, Any] | None = None) -> Flask:
     """Build the service; `config` overrides FLASK_DATABASE.
 
-    It opens no database: the first use does. Raises click.ClickException for a setting
-    that names none, which `flask` says in one line.
+    It opens no database: the first use does, and creates none. Raises click.ClickException
+    for a setting that names none, which `flask` says in one line.
     """
     app = Flask(__name__, static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = MAX_CONTENT_LENGTH
     app.config["PROVIDE_AUTOMATIC_OPTIONS"] = False
     app.config["DATABASE"] = os.environ.get("FLASK_DATABASE", "")
-    app.config["DATABASE_MUST_EXIST"] = False
     app.config.update(config or {})
     app.extensions["store"] = store_on(app)
     app.url_map.merge_slashes = False  # "a//b" is not redirected to "a/b"
@@ -60,13 +59,12 @@ def create_app(config: Mapping[str, Any] | None = None) -> Flask:
 def store_on(app: Flask) -> Store:
     """The store on the database that the setting names, or in the instance folder."""
     database = str(app.config["DATABASE"] or "")  # a Path will do
-    must_exist = app.config["DATABASE_MUST_EXIST"]
     if not database:
         file = os.path.join(app.instance_path, "gardening.db")
-        return Store(SQLite(file, must_exist, makes_folder=True))
+        return Store(SQLite(file, makes_folder=True))
     scheme, separator, _ = database.partition("://")
     if not separator:
-        return Store(SQLite(database, must_exist))
+        return Store(SQLite(database))
     if scheme != "postgresql":
         forms = "the path of a file or start with postgresql://"
         raise click.ClickException(f"FLASK_DATABASE must be {forms}, not {scheme}://")

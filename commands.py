@@ -15,6 +15,7 @@ from werkzeug.serving import is_running_from_reloader
 from auth import BadName, account_name, current_store, issue_token
 from engines.backup import BadBackup, backup, restore
 from engines.base import Unavailable
+from store import Store
 
 MAX_DAYS = 1_000_000  # 2,700 years; dates end with the year 9999
 
@@ -45,6 +46,7 @@ token_commands = Group("token", help="Issue, list and revoke access tokens.")
 def create_token(account: str, days: int | None) -> None:
     """Print a new token for ACCOUNT; it cannot be shown again."""
     store, account = current_store(), account_name(account)
+    store.create()
     is_new = not store.has_account(account)
     token, id = issue_token(store, account, days)
     click.echo(token)
@@ -107,6 +109,13 @@ def delete_account(account: str) -> None:
         raise click.UsageError(f"There is no account {account}.")
 
 
+@click.command("init-db", cls=Command)
+@with_appcontext
+def create_database() -> None:
+    """Create the database, or bring it up to date, as a start of the service does."""
+    current_store().create()
+
+
 @click.command("backup", cls=Command)
 @click.argument("file", type=click.Path())
 @with_appcontext
@@ -131,7 +140,8 @@ def restore_backup(file: str) -> None:
 
 
 def add_to(app: Flask) -> None:
-    for command in (token_commands, account_commands, write_backup, restore_backup):
+    groups = token_commands, account_commands
+    for command in (*groups, create_database, write_backup, restore_backup):
         app.cli.add_command(command)
     context = click.get_current_context(silent=True)
     is_run = context and context.info_name == "run" and context.find_object(ScriptInfo)
@@ -140,9 +150,11 @@ def add_to(app: Flask) -> None:
 
 
 def welcome(app: Flask) -> None:
-    """On `flask run`, say what to do next, or what is wrong with the database."""
+    """On `flask run`, create the database, and say what to do next, or what is wrong."""
+    store: Store = app.extensions["store"]
     try:
-        has_tokens = bool(app.extensions["store"].list_tokens())
+        store.create()
+        has_tokens = bool(store.list_tokens())
     except Unavailable as error:
         raise click.ClickException(str(error)) from error
     if not has_tokens:

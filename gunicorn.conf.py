@@ -12,9 +12,7 @@ from gunicorn.workers.base import Worker
 CHECK_LIMIT = 3600  # seconds, as LONG in engines/base.py, for a new layout
 UNREAD_LIMIT = 64 * 1024  # bytes; gunicorn drains less than this of an unread body
 
-# Only the check below creates a database; a worker that starts while the file is away must
-# not serve an empty one.
-wsgi_app = 'app:create_app({"DATABASE_MUST_EXIST": True})'
+wsgi_app = "app:create_app()"
 bind = os.environ.get("GARDENING_BIND", "127.0.0.1:8000")
 worker_class = "gthread"
 # Two processes per core cost little, and make it less likely that one process has all of the
@@ -36,11 +34,8 @@ access_log_format = '"%({remote_user}e)s" "%(m)s %({sent-path}i)s" %(s)s %(B)s %
 def on_starting(server: Arbiter) -> None:
     """Create the database or bring it up to date, or say in one line what is wrong."""
     # In a process of its own: what the master imported would outlive a reload.
-    command = [sys.executable, "-m", "flask", "--app", "app", "token", "list"]
-    check = subprocess.run(
-        command, stdout=subprocess.DEVNULL, timeout=CHECK_LIMIT, check=False
-    )
-    if check.returncode:
+    command = [sys.executable, "-m", "flask", "--app", "app", "init-db"]
+    if subprocess.run(command, timeout=CHECK_LIMIT, check=False).returncode:
         sys.exit(1)
 
 

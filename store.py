@@ -103,6 +103,10 @@ class Store:
         """Close the idle connections; the store can go on, with new ones."""
         self.engine.close()
 
+    def create(self) -> None:
+        """Create the database, unless there is one, and bring it up to date."""
+        self.engine.create()
+
     def check(self) -> None:
         """Raises Unavailable if the database cannot be read now."""
         self.engine.check()

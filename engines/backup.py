@@ -27,6 +27,7 @@ def backup(engine: Engine, path: str) -> None:
             if not engine.save(unnamed):
                 # By way of another file, since an engine leaves a -lock beside its own.
                 with scratch() as folder, closing(SQLite(f"{folder}/copy")) as copy:
+                    copy.create()
                     copy_rows(engine, copy)
                     copy.save(unnamed)
     except OSError as error:
@@ -43,6 +44,7 @@ def restore(engine: Engine, path: str) -> None:
     with scratch() as folder, closing(SQLite(f"{folder}/copy")) as copy:
         try:
             copy_file(path, f"{folder}/copy")
+            engine.create()  # not before, since a bad file must create nothing
             copy_rows(copy, engine)
         except (BadBackup, sqlite3.Error, engine.ERROR) as error:
             raise BadBackup(f"{' '.join(str(error).split())}: {path}") from error

@@ -86,8 +86,11 @@ class Engine(ABC):
         weakref.finalize(self, close_idle, self.idle)  # at the latest as Python exits
 
     @abstractmethod
-    def connect(self) -> Connection:
-        """A new connection; the first one creates the tables or brings them up to date."""
+    def connect(self, creates: bool) -> Connection:
+        """A new connection. The first one brings the tables up to date.
+
+        It creates those that are missing only if it `creates`. Raises Unavailable.
+        """
 
     @abstractmethod
     def outage(self, error: BaseException, writes: bool) -> Unavailable | None:
@@ -103,6 +106,15 @@ class Engine(ABC):
     @abstractmethod
     def waited_in_vain(self, error: BaseException) -> bool:
         """Whether the error says so; then others need not wait as well."""
+
+    def create(self) -> None:
+        """Create the database, unless there is one. Raises Unavailable.
+
+        Only what fills a database calls this: `flask run`, gunicorn's start, and the
+        commands `token create` and `restore`. A backup or a worker that created one would
+        hide that a database was lost.
+        """
+        self.idle[os.getpid()].append(self.open(writes=True, creates=True))
 
     def check(self) -> None:
         """Raises Unavailable if the database cannot be read now."""
@@ -163,10 +175,10 @@ class Engine(ABC):
         except IndexError:  # none is left
             return self.open(writes)
 
-    def open(self, writes: bool) -> Connection:
+    def open(self, writes: bool, creates: bool = False) -> Connection:
         """A new connection. Raises Unavailable."""
         try:
-            return self.connect()
+            return self.connect(creates)
         except BaseException as error:
             self.fail(error, writes, is_sent=False)
             raise
@@ -181,13 +193,19 @@ class Engine(ABC):
         if outage := self.outage(error, writes and is_sent):
             raise outage from error
 
-    def steps_from(self, layout: int | None, is_empty: bool) -> tuple[str, ...]:
+    def steps_from(
+        self, layout: int | None, is_empty: bool, creates: bool
+    ) -> tuple[str, ...]:
         """The steps to the current layout, from this one or from no tables at all.
 
         `layout` is None for the database of another program. Raises Unavailable for
-        that, and for the layout of a newer release.
+        that, for the layout of a newer release, and for no tables unless it `creates`.
         """
         if is_empty:
+            if not creates:
+                raise Unavailable(
+                    "the database is empty; a start of the service creates its tables"
+                )
             return (self.TABLES,)
         if layout is None or layout < 1:
             raise Unavailable("the database was made by another program")

@@ -67,18 +67,19 @@ class DatabaseFile:
     SQLite's as well: so once a database has its name, nothing here opens it.
     """
 
-    def __init__(self, path: str, must_exist: bool, makes_folder: bool) -> None:
+    def __init__(self, path: str, makes_folder: bool) -> None:
         self.path = os.path.abspath(path)
         # SQLite puts its own files beside the file that a link leads to.
         self._target = os.path.realpath(self.path)
-        self._must_exist, self._makes_folder = must_exist, makes_folder
+        self._makes_folder = makes_folder
         self._id: tuple[int, int] | None = None  # device and inode; None: not seen yet
 
     def create(self) -> None:
         """Create a file that is missing and was never seen. Raises OSError, Unavailable."""
         wal = f"{self._target}-wal"
-        has_wal = os.path.exists(wal)  # asked first, as another may be creating both
-        if self._id or self._must_exist or os.path.exists(self.path):
+        # Asked before the name: whoever creates the database creates its -wal later.
+        has_wal = os.path.exists(wal)
+        if self._id or os.path.exists(self.path):
             return
         if has_wal:
             # SQLite would delete it, and with it what was acknowledged last.

@@ -156,7 +156,7 @@ class PostgreSQL(Engine):
         self._url = url
         self._is_prepared = False
 
-    def connect(self) -> "Connection":
+    def connect(self, creates: bool) -> "Connection":
         """A new connection. Raises Unavailable, also for a malformed URL."""
         check_url(self._url)
         started = time.monotonic()
@@ -174,7 +174,7 @@ class PostgreSQL(Engine):
             raise (Silence if is_silent else Unavailable)(one_line(error)) from error
         connection.deadline = started + TIMEOUT
         try:
-            self._prepare(connection)
+            self._prepare(connection, creates)
         except BaseException:
             connection.close()
             raise
@@ -201,7 +201,7 @@ class PostgreSQL(Engine):
         state = getattr(error, "sqlstate", None) or ""
         return Unavailable(one_line(error)) if state.startswith(OUTAGES) else None
 
-    def _prepare(self, connection: "Connection") -> None:
+    def _prepare(self, connection: "Connection", creates: bool) -> None:
         """Create the tables or bring them up to date; leave alone what is not ours."""
         connection.execute(SETTINGS)
         if self._is_prepared:
@@ -211,7 +211,7 @@ class PostgreSQL(Engine):
             [(encoding, layout, count)] = connection.execute(INSPECT).fetchall()
             if encoding != "UTF8":
                 raise Unavailable(f"the database is in {encoding}, not in UTF8")
-            if steps := self.steps_from(layout, is_empty=count == 0):
+            if steps := self.steps_from(layout, count == 0, creates):
                 connection.allow(LONG)
                 mark = f"COMMENT ON TABLE project IS '{MARK}{tables.LAYOUT}'"
                 connection.execute(";".join([*steps, mark]))

@@ -109,12 +109,10 @@ class SQLite(Engine):
     )
     ERROR = sqlite3.Error
 
-    def __init__(
-        self, path: str, must_exist: bool = False, makes_folder: bool = False
-    ) -> None:
-        """On the file at `path`, which the first use creates, unless it must exist.
+    def __init__(self, path: str, makes_folder: bool = False) -> None:
+        """On the file at `path`; `:memory:` is a private database, which has its tables.
 
-        `:memory:` is a private database.
+        With `makes_folder`, `create` also makes the folder of a new file.
         """
         super().__init__()
         # By process id, the lock for which the writers of the process queue.
@@ -126,15 +124,17 @@ class SQLite(Engine):
             # The database lasts as long as one connection to it.
             kept = sqlite3.connect(self._uri, uri=True, check_same_thread=False)
             weakref.finalize(self, kept.close)
+            self.create()
         else:
-            self._file = DatabaseFile(path, must_exist, makes_folder)
+            self._file = DatabaseFile(path, makes_folder)
             self._name = self._file.path
             # rw: SQLite must not put an empty file in the place of a lost one.
             self._uri = f"{Path(self._file.path).as_uri()}?mode=rw"
 
-    def connect(self) -> "Connection":
+    def connect(self, creates: bool) -> "Connection":
         if self._file:
-            self._file.create()
+            if creates:
+                self._file.create()
             # Before SQLite reads it: it would apply the -wal of the old file to a new one.
             self._file.check()
         connection = sqlite3.connect(
@@ -150,25 +150,26 @@ class SQLite(Engine):
             connection.execute("PRAGMA foreign_keys = ON")  # off by default
             connection.execute("PRAGMA synchronous = FULL")  # NORMAL may lose commits
             if not self._is_prepared:
-                self._prepare(connection)
+                self._prepare(connection, creates)
         except BaseException:
             connection.close()
             raise
         return connection
 
-    def _prepare(self, connection: "Connection") -> None:
+    def _prepare(self, connection: "Connection", creates: bool) -> None:
         """Create the tables or bring them up to date; leave alone what is not ours."""
         # "delete" is SQLite's default, and the mode of a backup.
         [(mode,)] = connection.fetch("PRAGMA journal_mode", {})
-        if self._steps(connection) or mode == "delete":
+        if self._steps(connection, creates) or mode == "delete":
             with self.turn():  # in which another one may have been first
                 connection.execute("PRAGMA journal_mode = WAL")
                 mark = f"PRAGMA user_version = {tables.LAYOUT}"
-                script = ["BEGIN IMMEDIATE", *self._steps(connection), mark, "COMMIT"]
+                steps = self._steps(connection, creates)
+                script = ["BEGIN IMMEDIATE", *steps, mark, "COMMIT"]
                 connection.executescript(";".join(script))
         self._is_prepared = True
 
-    def _steps(self, connection: "Connection") -> tuple[str, ...]:
+    def _steps(self, connection: "Connection", creates: bool) -> tuple[str, ...]:
         [(application, layout, objects)] = connection.fetch(
             """SELECT application_id, user_version, (SELECT count(*) FROM sqlite_schema)
             FROM pragma_application_id, pragma_user_version""",
@@ -176,7 +177,7 @@ class SQLite(Engine):
         )
         is_ours = application == tables.APPLICATION_ID
         try:
-            return self.steps_from(layout if is_ours else None, is_empty=objects == 0)
+            return self.steps_from(layout if is_ours else None, objects == 0, creates)
         except Unavailable as error:
             raise Unavailable(f"{error}: {self._name}") from None
 

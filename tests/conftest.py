@@ -87,12 +87,24 @@ def open_store_on():
 
 
 @pytest.fixture
+def create_store_on(open_store_on):
+    """The same, after the store has created the database."""
+
+    def create_store_on(*given):
+        store = open_store_on(*given)
+        store.create()
+        return store
+
+    return create_store_on
+
+
+@pytest.fixture
 def open_store(database, open_store_on):
     """Opens a store on the database, which has its tables by then."""
 
     def open_store(clock=time.time):
         store = open_store_on(database, clock)
-        store.list_tokens()  # the first use creates the tables
+        store.create()
         store.close()
         return store
 
@@ -153,6 +165,7 @@ def mount():
 def app(database):
     app = create_app({"DATABASE": database})
     app.test_client_class = CheckedClient
+    app.extensions["store"].create()
     yield app
     app.extensions["store"].close()
 

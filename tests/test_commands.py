@@ -4,6 +4,7 @@ import json
 import os
 import re
 import time
+from contextlib import closing
 from datetime import date
 from unicodedata import normalize
 
@@ -44,6 +45,44 @@ def test_any_token_can_be_revoked(command):
     assert re.findall(r"(?m)^ +(\d+)", listed) == [str(id) for id in range(2, 11)]
     again = command("token", "revoke", "1").stderr
     assert again == "Error: There is no token with the ID 1.\n"
+
+
+MISSING = "^Error: (No such file or directory|the database is empty; a start)"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["token", "list"],
+        ["token", "revoke", "1"],
+        ["token", "revoke", "--account", "ann"],
+        ["account", "list"],
+        ["account", "delete", "ann", "--yes"],
+        ["backup", "backup.db"],
+    ],
+    ids=" ".join,
+)
+def test_command_that_fills_nothing_creates_no_database(
+    database, tmp_path, monkeypatch, words
+):
+    monkeypatch.chdir(tmp_path)
+    commands = create_app({"DATABASE": database}).test_cli_runner()
+    for _ in range(2):  # as if the first refusal had created something
+        refused = commands.invoke(args=words)
+        assert (refused.exit_code, refused.stdout) == (1, "")
+        assert re.search(MISSING, refused.stderr) and refused.stderr.count("\n") == 1
+        is_file = database in refused.stderr
+        assert is_file or database.startswith("postgresql://")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [["init-db"], ["token", "create", "ann"]])
+def test_command_that_fills_a_database_creates_it(database, words):
+    app = create_app({"DATABASE": database})
+    with closing(app.extensions["store"]) as store:
+        created = app.test_cli_runner().invoke(args=words)
+        assert created.exit_code == 0
+        assert len(store.list_tokens()) == (words[0] == "token")
 
 
 WRONG = [["create"], ["revoke"], ["no-such-command"]]

@@ -141,10 +141,10 @@ def test_restart_is_noticed_before_a_request_fails(fragile, mode):
             list(clients.map(work, range(8)))
 
 
-def test_lost_connection_takes_the_idle_ones_along(fragile, open_store_on):
+def test_lost_connection_takes_the_idle_ones_along(fragile, create_store_on):
     """Else each of them would be tried for 5 s, and leave a write in doubt."""
     database = fragile.database_url("postgres")
-    store = open_store_on(database)
+    store = create_store_on(database)
     at_once(lambda _: store.create_project("ann", {}), 4)
     assert len(backends(database)) > 1
     with silence(fragile, database):
@@ -156,14 +156,14 @@ def test_lost_connection_takes_the_idle_ones_along(fragile, open_store_on):
 
 
 @pytest.mark.parametrize("default", ["off", "local"])
-def test_commit_without_its_standby_is_in_doubt(open_store_on, default):
+def test_commit_without_its_standby_is_in_doubt(create_store_on, default):
     """Even where the server's default is not to wait for it."""
     with (
         ThreadPoolExecutor() as pool,
         start_pgserver(fsync="off", synchronous_commit=default) as primary,
     ):
         database = primary.database_url("postgres")
-        store = open_store_on(database)
+        store = create_store_on(database)
         with primary.standby() as standby:
             store.create_project("ann", {})
             standby.kill()

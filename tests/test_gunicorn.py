@@ -50,7 +50,7 @@ def connect(port):
 
 def test_settings_are_those_for_production(environment):
     settings = set_up(environment)
-    assert settings["wsgi_app"] == 'app:create_app({"DATABASE_MUST_EXIST": True})'
+    assert settings["wsgi_app"] == "app:create_app()"
     assert settings["bind"] == "['127.0.0.1:8000']"
     assert settings["worker_class"] == "gthread"
     assert settings["workers"] == str(2 * os.cpu_count())

@@ -75,11 +75,11 @@ def rows_locked(database):
 
 
 @pytest.mark.parametrize("binaries", BINARIES, ids=lambda path: path.parent.name)
-def test_servers_give_the_documents_of_sqlite(binaries, path, open_store_on):
+def test_servers_give_the_documents_of_sqlite(binaries, path, create_store_on):
     """Often enough for psycopg to prepare each statement."""
     with start_pgserver(binaries, fsync="off") as old_or_new:
         database = old_or_new.create_database()
-        stores = [open_store_on(each, lambda: now) for each in (database, path)]
+        stores = [create_store_on(each, lambda: now) for each in (database, path)]
         point = {"type": "Point", "coordinates": [0.1, -0.0]}
         for number in range(8):
             now = 1_800_000_000 + number
@@ -120,10 +120,10 @@ def use(store, key, point):
 # Starting
 
 
-def test_first_uses_at_once_need_no_default_of_the_server(database, open_store_on):
+def test_first_uses_at_once_need_no_default_of_the_server(database, create_store_on):
     name, setting = database.rpartition("/")[2], "default_transaction_isolation"
     execute(database, f"ALTER DATABASE {name} SET {setting} = 'serializable'")
-    at_once(lambda _: open_store_on(database).create_project("ann", {}))
+    at_once(lambda _: create_store_on(database).create_project("ann", {}))
     assert execute(database, "SELECT created FROM account") == [(8,)]
 
 
@@ -160,20 +160,20 @@ def test_database_that_has_no_room_for_the_tables_is_left_alone(
     execute(database, statements)
     before = relations(database)
     with fails(Unavailable, f"^{reason}"):
-        Store(PostgreSQL(database)).list_tokens()
+        Store(PostgreSQL(database)).create()
     assert relations(database) == before
 
 
 def test_database_that_is_not_utf8_is_refused(primary):
     primary.execute("CREATE DATABASE ascii TEMPLATE template0 ENCODING 'SQL_ASCII'")
     with fails(Unavailable, "^the database is in SQL_ASCII, not in UTF8$"):
-        Store(PostgreSQL(primary.database_url("ascii"))).list_tokens()
+        Store(PostgreSQL(primary.database_url("ascii"))).create()
     primary.drop_database(primary.database_url("ascii"))
 
 
 def test_role_without_rights_is_refused(database):
     with fails(Unavailable, "^permission denied for schema public"):
-        Store(PostgreSQL(as_app(database))).list_tokens()
+        Store(PostgreSQL(as_app(database))).create()
 
 
 # Each holds one or two of these, and no line may show three characters of one.
@@ -247,8 +247,8 @@ def test_wrong_password_is_refused(database):
 # Faults
 
 
-def test_write_whose_process_is_ended_was_not_made(database, open_store_on):
-    store = open_store_on(database)
+def test_write_whose_process_is_ended_was_not_made(database, create_store_on):
+    store = create_store_on(database)
     store.create_project("ann", {})
     with rows_locked(database), ThreadPoolExecutor() as pool:
         write = pool.submit(store.create_project, "ann", {})
@@ -258,9 +258,9 @@ def test_write_whose_process_is_ended_was_not_made(database, open_store_on):
     assert json.loads(store.list_projects("ann", Page(0, 1)).document)["total"] == 1
 
 
-def test_write_whose_process_is_killed_is_in_doubt(fragile, open_store_on):
+def test_write_whose_process_is_killed_is_in_doubt(fragile, create_store_on):
     database = fragile.database_url("postgres")
-    store = open_store_on(database)
+    store = create_store_on(database)
     id = store.create_project("ann", {}).id
     with (
         suppress(psycopg.OperationalError),
@@ -276,8 +276,11 @@ def test_write_whose_process_is_killed_is_in_doubt(fragile, open_store_on):
     assert json.loads(project.document)["name"] in (None, "x")
 
 
-def test_stopped_server_holds_nobody_up(database, primary, open_store_on):
-    reader, writer, newcomer = (open_store_on(database) for _ in range(3))
+def test_stopped_server_holds_nobody_up(
+    database, primary, create_store_on, open_store_on
+):
+    reader, writer = (create_store_on(database) for _ in range(2))
+    newcomer = open_store_on(database)
     id = reader.create_project("ann", {}).id
     writer.get_project("ann", id)
 
@@ -301,8 +304,8 @@ def test_stopped_server_holds_nobody_up(database, primary, open_store_on):
         assert soon(store.get_project, "ann", id).id == id
 
 
-def test_connection_may_be_used_long_after_it_was_opened(database, open_store_on):
-    store = open_store_on(database)
+def test_connection_may_be_used_long_after_it_was_opened(database, create_store_on):
+    store = create_store_on(database)
     id = store.create_project("ann", {}).id
     time.sleep(TIMEOUT)
     store.update_project("ann", id, {})
@@ -310,9 +313,9 @@ def test_connection_may_be_used_long_after_it_was_opened(database, open_store_on
     assert len(backends(database)) == 1
 
 
-def test_each_connection_has_the_limit_of_a_request(database, open_store_on):
+def test_each_connection_has_the_limit_of_a_request(database, create_store_on):
     """Not that of the long command before it."""
-    store = open_store_on(database)
+    store = create_store_on(database)
     store.create_project("ann", {})
     assert store.delete_account("ann")
     select = """SELECT current_setting('statement_timeout')
@@ -349,8 +352,8 @@ def late(database, statements, work, *arguments):
         return future.result(LIMIT)
 
 
-def test_change_that_comes_late_finds_what_is_there_by_then(database, open_store_on):
-    store = open_store_on(database)
+def test_change_that_comes_late_finds_what_is_there_by_then(database, create_store_on):
+    store = create_store_on(database)
     id = store.create_project("ann", {}).id
     for change in (
         lambda same: store.update_project("ann", id, {}, same),
@@ -363,8 +366,10 @@ def test_change_that_comes_late_finds_what_is_there_by_then(database, open_store
         late(database, "DELETE FROM project", store.update_project, "ann", id, {})
 
 
-def test_deletion_of_an_account_takes_along_what_is_being_made(database, open_store_on):
-    store = open_store_on(database)
+def test_deletion_of_an_account_takes_along_what_is_being_made(
+    database, create_store_on
+):
+    store = create_store_on(database)
     store.create_project("ann", {})
     create = """UPDATE account SET created = 2;
         INSERT INTO project (id, account, seq, created_at, updated_at)
@@ -395,9 +400,9 @@ CREATE TRIGGER fail BEFORE UPDATE ON project FOR EACH ROW EXECUTE FUNCTION fail(
     ],
 )
 def test_state_of_an_error_tells_whether_it_is_an_outage(
-    database, open_store_on, state, error
+    database, create_store_on, state, error
 ):
-    store = open_store_on(database)
+    store = create_store_on(database)
     id = store.create_project("ann", {}).id
     execute(database, RAISE.format(state))
     with fails(error, "planned"):
@@ -414,10 +419,10 @@ LOCKS = {  # and whether bob can write, and ann can read
 
 
 @pytest.mark.parametrize("lock", LOCKS)
-def test_lock_is_waited_for_by_each_and_not_for_long(database, open_store_on, lock):
+def test_lock_is_waited_for_by_each_and_not_for_long(database, create_store_on, lock):
     """A writer may wait twice: for the tuple, then for the row."""
     statement, bob_writes, ann_reads = LOCKS[lock]
-    store = open_store_on(database)
+    store = create_store_on(database)
     ann, bob = (store.create_project(account, {}).id for account in ("ann", "bob"))
 
     def try_out(number):
@@ -440,29 +445,29 @@ def test_lock_is_waited_for_by_each_and_not_for_long(database, open_store_on, lo
     assert at_once(try_out, 3)[0][0]  # nobody is refused for what others met
 
 
-def test_silent_host_is_passed_over(database, primary, open_store_on):
+def test_silent_host_is_passed_over(database, primary, create_store_on):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         host = f"127.0.0.1:{silent.getsockname()[1]}"
         with lasts(1.5):
-            store = open_store_on(database.replace("127", f"{host},127", 1))
+            store = create_store_on(database.replace("127", f"{host},127", 1))
             assert store.list_tokens() == []
         with lasts(0, 1):  # over the connection that is open now
             assert store.list_tokens() == []
 
 
 def test_text_is_kept_whatever_the_encoding_of_the_environment(
-    database, open_store_on, monkeypatch
+    database, create_store_on, monkeypatch
 ):
     monkeypatch.setenv("PGCLIENTENCODING", "LATIN1")
-    store = open_store_on(database)
+    store = create_store_on(database)
     created = store.create_project("ann", {"name": "Grüße 😀"})
     assert json.loads(created.document)["name"] == "Grüße 😀"
     assert store.get_project("ann", created.id) == created
 
 
-def test_what_the_driver_refuses_is_no_outage(database, open_store_on):
+def test_what_the_driver_refuses_is_no_outage(database, create_store_on):
     with pytest.raises(psycopg.DataError):
-        open_store_on(database).create_project("ann", {"name": "\0"})
+        create_store_on(database).create_project("ann", {"name": "\0"})
 
 
 def test_silent_host_before_one_that_refuses_is_tried_by_one_at_a_time():
@@ -483,8 +488,8 @@ def test_silent_host_before_one_that_refuses_is_tried_by_one_at_a_time():
         assert sum(at_once(seconds, 8)) < 8
 
 
-def test_long_list_is_not_kept_in_memory(database, open_store_on):
-    store = open_store_on(database)
+def test_long_list_is_not_kept_in_memory(database, create_store_on):
+    store = create_store_on(database)
     for _ in range(100):
         store.create_project("ann", {"name": "x" * 10_000})
     assert len(store.list_projects("ann").document) > 1_000_000

@@ -620,14 +620,17 @@ def test_one_of_many_conditional_updates_wins(store):
     assert sum(isinstance(result, Stale) for result in results) == 15
 
 
-def test_stores_may_open_at_once_on_a_missing_file(tmp_path, open_store_on):
+def test_stores_may_create_a_missing_file_at_once(tmp_path, open_store_on):
     """Often, as a window between two looks at it is small."""
     for number in range(40):
         path = str(tmp_path / f"{number}.db")
         stores = [open_store_on(path) for _ in range(12)]
-        at_once(
-            lambda number, stores=stores: stores[number].create_project("ann", {}), 12
-        )
+
+        def start(number, stores=stores):
+            stores[number].create()
+            stores[number].create_project("ann", {})
+
+        at_once(start, 12)
         assert len(listed(stores[0])) == 12
         for store in stores:
             store.close()
@@ -682,7 +685,7 @@ from rigs.running import openings, wait_for
 from store import Store
 path = sys.argv[1]
 store = Store(SQLite(path))
-store.check()
+store.create()
 queue = open(f"{path}-lock", "w")
 fcntl.flock(queue, fcntl.LOCK_EX)
 writer = threading.Thread(target=store.create_project, args=("ann", {}))
@@ -762,6 +765,7 @@ def test_path_is_fixed_when_it_is_opened(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with closing(Store(SQLite("here.db"))) as store:
         monkeypatch.chdir("/")
+        store.create()
         store.create_project("ann", {})
         assert len(listed(store)) == 1
 
@@ -769,6 +773,7 @@ def test_path_is_fixed_when_it_is_opened(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["odd ?%20#&.db", "grün.db", "file:x?mode=ro"])
 def test_path_may_hold_any_character(tmp_path, name):
     with closing(Store(SQLite(str(tmp_path / name)))) as store:
+        store.create()
         store.create_project("ann", {})
     assert (tmp_path / name).stat().st_size > 0
 
@@ -893,31 +898,46 @@ def test_file_that_is_no_database_is_refused_and_left_as_it_is(tmp_path, path):
 )
 def test_impossible_path_is_refused(path, reason):
     with pytest.raises(Unavailable, match=f"^{reason}: {path}$"):
-        Store(SQLite(path)).check()
+        Store(SQLite(path)).create()
 
 
 VAIN = "^another caller has just waited in vain$"
+EMPTY = "^the database is empty; a start of the service creates its tables"
 
 
-def test_file_that_must_exist_is_not_created(path, open_store_on):
-    with closing(Store(SQLite(path, must_exist=True))) as store:
-        for use in (store.check, lambda: store.create_project("ann", {})):
-            with pytest.raises(
-                Unavailable, match=f"^No such file or directory: {path}$"
-            ):
-                use()
-        assert os.listdir(os.path.dirname(path)) == []
-        created = open_store_on(path).create_project("ann", {})
-        assert store.get_project("ann", created.id) == created
+def test_empty_database_gets_its_tables_from_nothing_but_create(
+    database, open_store_on, raw
+):
+    store = open_store_on(database)
+    for use in (store.check, store.list_accounts, lambda: store.revoke_token(1)):
+        with pytest.raises(Unavailable, match=EMPTY):
+            use()
+    tables = (
+        "sqlite_schema" if is_sqlite(raw) else "pg_tables WHERE schemaname='public'"
+    )
+    assert raw.execute(f"SELECT * FROM {tables}").fetchall() == []
+    open_store_on(database).create()
+    store.check()
+
+
+def test_missing_file_is_created_by_nothing_but_create(path, open_store_on):
+    store = open_store_on(path)
+    for use in (store.check, lambda: store.create_project("ann", {})):
+        with pytest.raises(Unavailable, match=f"^No such file or directory: {path}$"):
+            use()
+    assert os.listdir(os.path.dirname(path)) == []
+    open_store_on(path).create()
+    created = store.create_project("ann", {})
+    assert open_store_on(path).get_project("ann", created.id) == created
 
 
 def test_folder_is_created_only_where_it_may_be(tmp_path):
     path = str(tmp_path / "new/folder/gardening.db")
     with pytest.raises(Unavailable, match=f"^No such file or directory: {path}$"):
-        SQLite(path).check()
+        SQLite(path).create()
     assert os.listdir(tmp_path) == []
     with closing(SQLite(path, makes_folder=True)) as engine:
-        engine.check()
+        engine.create()
     assert os.path.exists(path)
 
 
@@ -970,7 +990,7 @@ def test_wal_without_its_database_is_not_thrown_away(path, name):
     Path(f"{path}-wal").write_text("acknowledged")
     Path(path).with_name("link.db").symlink_to(path)
     with pytest.raises(Unavailable, match="^without its database, move this away: "):
-        SQLite(str(Path(path).with_name(name))).check()
+        SQLite(str(Path(path).with_name(name))).create()
     assert Path(f"{path}-wal").read_text() == "acknowledged"
     assert not os.path.exists(path)
 
@@ -1010,15 +1030,16 @@ def test_damaged_file_is_unavailable_until_it_is_mended(store, park, path, kept)
     assert store.get_project("ann", park.id) == park
 
 
-def test_write_that_failed_before_it_was_sent_was_not_made(path):
+def test_write_that_failed_before_it_was_sent_was_not_made(path, create_store_on):
     """The connection itself met the I/O error, since SQLite cannot create the -shm."""
+    create_store_on(path).close()
     printed = attempt(path, "limit(resource.RLIMIT_FSIZE, 0); write(store)")
     assert printed == f"Unavailable disk I/O error: {path}\n"
 
 
 def test_process_that_may_open_no_more_files_is_unavailable_to_writers(path):
     no_more = "limit(resource.RLIMIT_NOFILE, os.dup(0))"
-    printed = attempt(path, f"write(store); {no_more}; write(store)")
+    printed = attempt(path, f"store.create(); {no_more}; write(store)")
     assert printed == f"Unavailable Too many open files: {path}\n"
 
 
@@ -1033,7 +1054,7 @@ def write(count):
         store.create_project("ann", {})
 
 store = Store(SQLite(sys.argv[1]))
-store.check()
+store.create()
 fork = multiprocessing.get_context("fork")
 for number in (1, 16):
     together = fork.Barrier(number + 1, timeout=60)
@@ -1089,6 +1110,7 @@ def test_link_that_leads_nowhere_yet_names_the_new_file(tmp_path):
     link, file = tmp_path / "link.db", tmp_path / "file.db"
     link.symlink_to(file.name)
     with closing(Store(SQLite(str(link)))) as store:
+        store.create()
         store.create_project("ann", {})
     assert link.is_symlink()
     assert file.stat().st_mode & 0o777 == 0o600
