@@ -26,7 +26,10 @@ def backup(engine: Engine, path: str) -> None:
         with new_file(path) as unnamed:
             if not engine.save(unnamed):
                 # By way of another file, since an engine leaves a -lock beside its own.
-                with scratch() as folder, closing(SQLite(f"{folder}/copy")) as copy:
+                with (
+                    scratch(os.path.dirname(unnamed)) as folder,
+                    closing(SQLite(f"{folder}/copy")) as copy,
+                ):
                     copy.create()
                     copy_rows(engine, copy)
                     copy.save(unnamed)
@@ -41,18 +44,30 @@ def restore(engine: Engine, path: str) -> None:
 
     All of it, or nothing. Raises BadBackup, and Unavailable, also if it is not empty.
     """
-    with scratch() as folder, closing(SQLite(f"{folder}/copy")) as copy:
-        try:
+    try:
+        with (
+            scratch(engine.folder) as folder,
+            closing(SQLite(f"{folder}/copy")) as copy,
+        ):
             copy_file(path, f"{folder}/copy")
             engine.create()  # not before, since a bad file must create nothing
             copy_rows(copy, engine)
-        except (BadBackup, sqlite3.Error, engine.ERROR) as error:
-            raise BadBackup(f"{' '.join(str(error).split())}: {path}") from error
+    except OSError as error:
+        raise Unavailable(f"{error.strerror}: {error.filename}") from error
+    except UnicodeDecodeError as error:  # SQLite has quoted what it could not read
+        raise BadBackup(f"the backup is damaged: {path}") from error
+    except (BadBackup, sqlite3.Error, engine.ERROR) as error:
+        raise BadBackup(f"{' '.join(str(error).split())}: {path}") from error
 
 
-def scratch() -> TemporaryDirectory[str]:
-    """A folder for a copy, which goes with it. TMPDIR says where it is."""
-    return TemporaryDirectory(prefix="gardening-")
+def scratch(folder: str | None) -> TemporaryDirectory[str]:
+    """A folder for a copy, which goes with it.
+
+    It is in this folder, beside the data, where there is room for them. TMPDIR says
+    where it is if there is no such folder.
+    """
+    place = folder if folder and os.path.isdir(folder) else None
+    return TemporaryDirectory(".partial", "gardening-", place)
 
 
 def copy_file(path: str, to: str) -> None:
@@ -70,7 +85,12 @@ def copy_file(path: str, to: str) -> None:
             raise BadBackup("this is no backup of the service")
         if layout > tables.LAYOUT:
             raise BadBackup("a newer release made this backup")
-        file.backup(copy)
+        try:
+            file.backup(copy)
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorname == "SQLITE_FULL":
+                raise Unavailable(f"{error}: {to}") from error
+            raise
         [(found,)] = copy.execute("PRAGMA integrity_check(1)")
         if found != "ok":
             raise BadBackup(f"the backup is damaged, {found}")

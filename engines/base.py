@@ -77,6 +77,7 @@ class Engine(ABC):
     LAST_TOKEN: str  # the highest id that a token has had, if there was one
     SET_LAST_TOKEN: tuple[str, ...]
     ERROR: type[Exception]  # the base of the driver's errors
+    folder: str | None = None  # where the database is, if it is a file
 
     def __init__(self) -> None:
         self.idle: dict[int, list[Connection]] = defaultdict(list)

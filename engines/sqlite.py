@@ -127,6 +127,7 @@ class SQLite(Engine):
             self.create()
         else:
             self._file = DatabaseFile(path, makes_folder)
+            self.folder = os.path.dirname(self._file.path)
             self._name = self._file.path
             # rw: SQLite must not put an empty file in the place of a lost one.
             self._uri = f"{Path(self._file.path).as_uri()}?mode=rw"

@@ -9,6 +9,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import threading
 from contextlib import closing, suppress
 from pathlib import Path
@@ -191,6 +192,26 @@ def test_first_token_after_a_restore_without_one_has_the_id_1(store, file, open_
 
 
 @NEEDS_ROOT
+def test_copy_is_beside_the_data_and_not_in_tmp(
+    source, database, filled, mount, tmp_path, path, monkeypatch
+):
+    """On Debian 13, /tmp is memory."""
+    tmp, small = tmp_path / "tmp", tmp_path / "small"
+    mount(tmp, "16k")
+    mount(small, "32k")
+    monkeypatch.setenv("TMPDIR", str(tmp))
+    monkeypatch.setattr(tempfile, "tempdir", None)  # what Python remembers of it
+    folder = Path(f"{path}-folder")
+    folder.mkdir()
+    flask(database, "backup", str(folder / "backup.db"))
+    flask(str(folder / "restored.db"), "restore", str(folder / "backup.db"))
+    told = flask(str(small / "x.db"), "restore", filled, status=1)
+    copy = f"{small}/gardening-.*.partial/copy"
+    assert re.fullmatch(f"Error: database or disk is full: {copy}\n", told)
+    assert list(tmp.iterdir()) == list(small.iterdir()) == []
+
+
+@NEEDS_ROOT
 def test_full_disk_leaves_no_half_backup(source, database, mount, tmp_path):
     disk = tmp_path / "disk"
     mount(disk, "64k")
@@ -326,6 +347,11 @@ FAULTS = {
     "bytes": (
         "UPDATE project SET name = CAST(x'61ff' AS TEXT)",
         "Could not decode to UTF-8 column 'name'",
+    ),
+    "schema that is no text": (
+        """PRAGMA writable_schema = ON;
+        UPDATE sqlite_schema SET sql = CAST(sql || x'20ff' AS TEXT) WHERE name = 'part'""",
+        "the backup is damaged",
     ),
     "index of a function": (
         """CREATE INDEX i ON token (length(account)); PRAGMA writable_schema = ON;
