@@ -98,15 +98,22 @@ def list_accounts() -> None:
 
 @account_commands.command("delete")
 @click.argument("account")
-@click.confirmation_option(prompt="Delete the account with its Projects and tokens?")
-def delete_account(account: str) -> None:
+@click.option("--yes", is_flag=True, help="Delete it without asking.")
+def delete_account(account: str, yes: bool) -> None:
     """Delete ACCOUNT and all that it owns: Projects, tokens and keys.
 
     Requests under way may still add Projects. If so, `account list` shows the account
     again: delete it again.
     """
-    if not current_store().delete_account(account_name(account)):
-        raise click.UsageError(f"There is no account {account}.")
+    store, name = current_store(), account_name(account)
+    found = [each for each in store.list_accounts() if each.name == name]
+    if not found:
+        raise click.UsageError(f"There is no account {name}.")
+    if not yes:
+        [(_, projects, tokens, _)] = found
+        numbers = f"Projects ({projects}) and tokens ({tokens})"
+        click.confirm(f"Delete the account {name} with its {numbers}?", abort=True)
+    store.delete_account(name)
 
 
 @click.command("init-db", cls=Command)

@@ -220,12 +220,11 @@ class Store:
         """Every account, in the order of the names."""
         return [Account(*row) for row in self.engine.read(tables.ACCOUNTS, {})]
 
-    def delete_account(self, name: str) -> bool:
-        """Delete the account and all that is its own; False if there is none."""
-        values = {"name": name}
+    def delete_account(self, name: str) -> None:
+        """Delete the account and all that is its own, if there is one."""
         with self.engine.transaction(LONG) as connection:
-            deleted = [connection.fetch(sql, values) for sql in tables.DELETE_ACCOUNT]
-        return any(deleted)
+            for sql in tables.DELETE_ACCOUNT:
+                connection.fetch(sql, {"name": name})
 
     def _change(self, sql: str, values: Values, condition: Precondition) -> Any:
         if_match, if_none_match = condition

@@ -118,8 +118,8 @@ ACCOUNTS = f"""SELECT known.name, coalesce(projects, 0), coalesce(tokens, 0), ch
     ORDER BY known.name"""
 # The account comes first: its row is where its writers wait for each other.
 DELETE_ACCOUNT = (
-    "DELETE FROM account WHERE name = :name RETURNING name",
-    "DELETE FROM project WHERE account = :name RETURNING id",
-    "DELETE FROM token WHERE account = :name RETURNING id",
-    "DELETE FROM idempotency_key WHERE account = :name RETURNING key",
+    "DELETE FROM account WHERE name = :name",
+    "DELETE FROM project WHERE account = :name",
+    "DELETE FROM token WHERE account = :name",
+    "DELETE FROM idempotency_key WHERE account = :name",
 )

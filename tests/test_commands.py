@@ -208,8 +208,6 @@ def test_account_is_deleted_with_all_that_is_its_own(command, store, raw):
     assert raw.execute("SELECT * FROM part").fetchall() == []
     assert [account.name for account in store.list_accounts()] == ["bob"]
     assert store.create_project("bob", {}, key="k") == kept
-    again = command("account", "delete", "ann", "--yes")
-    assert (again.exit_code, again.stderr) == (1, "Error: There is no account ann.\n")
     store.create_project("ann", {}, key="spent")
     assert store.list_projects("ann").etag != before
 
@@ -220,10 +218,22 @@ def test_account_is_deleted_with_all_that_is_its_own(command, store, raw):
 )
 def test_account_is_deleted_only_after_a_yes(app, store, answer, is_left):
     store.create_project("ann", {})
+    store.create_project("bob", {})
+    store.add_token("ann", b"1")
     words = ["account", "delete", "ann"]
     result = app.test_cli_runner().invoke(args=words, input=answer)
+    asked = "Delete the account ann with its Projects (1) and tokens (1)? [y/N]: "
+    assert result.stdout.startswith(asked)
     assert result.exit_code == int(is_left)
-    assert bool(store.list_accounts()) == is_left
+    left = [account.name for account in store.list_accounts()]
+    assert left == ["ann"] * is_left + ["bob"]
+
+
+@ON_SQLITE
+def test_account_that_does_not_exist_is_told_before_any_question(command):
+    refused = command("account", "delete", "ann")
+    assert (refused.exit_code, refused.stdout) == (1, "")
+    assert refused.stderr == "Error: There is no account ann.\n"
 
 
 def test_defect_keeps_its_traceback(command, raw):

@@ -214,7 +214,8 @@ def test_command_has_the_status_and_the_files_of_its_caller(machine):
 def test_command_asks_before_it_deletes(machine):
     machine.paste("gardening token create eve 2>/dev/null")
     printed = machine.paste("gardening account delete eve <<<y")
-    assert "Delete the account with its Projects and tokens? [y/N" in printed
+    asked = "Delete the account eve with its Projects (0) and tokens (1)? [y/N"
+    assert asked in printed
     assert " eve\n" not in machine.paste("gardening account list")
 
 

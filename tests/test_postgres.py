@@ -317,7 +317,7 @@ def test_each_connection_has_the_limit_of_a_request(database, create_store_on):
     """Not that of the long command before it."""
     store = create_store_on(database)
     store.create_project("ann", {})
-    assert store.delete_account("ann")
+    store.delete_account("ann")
     select = """SELECT current_setting('statement_timeout')
         FROM pg_advisory_xact_lock_shared(1)"""
     with ThreadPoolExecutor() as pool:
@@ -374,7 +374,7 @@ def test_deletion_of_an_account_takes_along_what_is_being_made(
     create = """UPDATE account SET created = 2;
         INSERT INTO project (id, account, seq, created_at, updated_at)
         VALUES ('new', 'ann', 2, 0, 0)"""
-    assert late(database, create, store.delete_account, "ann")
+    late(database, create, store.delete_account, "ann")
     assert execute(database, "SELECT id FROM project") == []
 
 
