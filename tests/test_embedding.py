@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -136,6 +137,28 @@ def test_their_tests_pass(python, project, their_environment, options):
     run_their_tests(python, project, their_environment, *options)
 
 
+def test_service_may_come_from_an_environment_of_its_own(
+    clone, tmp_path, project, their_environment
+):
+    """Beside another team's Flask, of which it takes nothing."""
+    folder = tmp_path / "tests"
+    for name in ("tests/.venv", "service"):
+        run(sys.executable, "-m", "venv", "--without-pip", tmp_path / name)
+    theirs = folder / ".venv/bin/python"
+    pip = [sys.executable, "-m", "pip", "--quiet"]
+    run(*pip, "--python", theirs, "install", "pytest", limit=10 * LIMIT)
+    [script] = blocks(PAGE, "An environment of its own")
+    script = script.replace("../CLONE", str(clone))
+    its = f"{shlex.join(pip)} --python ../service/bin/python"
+    script = script.replace("python3 -m venv ../service && ../service/bin/pip", its)
+    script = script.replace("\npip ", f"\n{shlex.join(pip)} --python {theirs} ")
+    script += 'printf %s "$GARDENING_TEST_SERVICE"'
+    command = run("sh", "-ec", script, folder=folder, limit=10 * LIMIT).stdout
+    their_environment["GARDENING_TEST_SERVICE"] = f"{command} --bind 127.0.0.1:0"
+    run_their_tests(theirs, project, their_environment)
+    run(theirs, "-c", "import werkzeug", status=1)
+
+
 @pytest.mark.parametrize("name", ["SIGINT", "SIGKILL"])
 def test_nothing_is_left_when_a_run_is_ended(python, tmp_path, their_environment, name):
     """SIGINT as from Ctrl-C: to every process of the run, which then clears up."""
@@ -219,8 +242,11 @@ def test_fixture_refuses_a_plan_that_is_a_string(gardening, gardening_service):
 
 
 def test_fixture_revokes_tokens(gardening, gardening_service):
-    gardening_service.revoke(gardening.token)
-    assert call_projects(gardening.url, gardening.token)[0] == 401
+    token = gardening.issue_token(fail=["lost"])
+    assert gardening.left(token) == gardening_service.left(token) == ["lost"]
+    for service, revoked in (gardening, token), (gardening_service, gardening.token):
+        service.revoke(revoked)
+        assert call_projects(gardening.url, revoked)[0] == 401
     for ask in (gardening_service.left, gardening_service.revoke):
         for unknown in (gardening.token, "a b\n", "ü"):
             with pytest.raises(ValueError, match="There is no such token"):

@@ -6,7 +6,9 @@ meets one of the service's.
 # Tested in tests/test_embedding.py.
 
 import json
+import os
 import secrets
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -83,13 +85,26 @@ class Caller:
         """Another token of the account. Raises ValueError for an unknown failure."""
         return self._service.issue_token(self.account, expired=expired, fail=fail)
 
+    def left(self, token: str) -> list[str]:
+        """What is left of the token's plan. Raises ValueError for an unknown token."""
+        return self._service.left(token)
+
+    def revoke(self, token: str) -> None:
+        """Its next request gets 401. Raises ValueError for an unknown token."""
+        self._service.revoke(token)
+
 
 @pytest.fixture(scope="session")
 def gardening_service() -> Iterator[Service]:
-    """The service: `url`, `issue_token`, `left` and `revoke`."""
+    """The service: `url`, `issue_token`, `left` and `revoke`.
+
+    GARDENING_TEST_SERVICE may name another command that starts it, split as by a shell.
+    """
+    words = shlex.split(os.environ.get("GARDENING_TEST_SERVICE", ""))
+    words, folder = (words, None) if words else (COMMAND, ROOT)
     # In a process group of its own, since Ctrl-C is for the tests. It writes to their
     # standard error, which pytest shows with the test that failed.
-    with Popen(COMMAND, cwd=ROOT, stdin=PIPE, stdout=PIPE, process_group=0) as command:
+    with Popen(words, cwd=folder, stdin=PIPE, stdout=PIPE, process_group=0) as command:
         assert command.stdout
         limit = Timer(LIMIT, command.kill)  # which ends the line
         limit.start()
@@ -110,7 +125,7 @@ def gardening_service() -> Iterator[Service]:
 
 @pytest.fixture
 def gardening(gardening_service: Service) -> Caller:
-    """The service for one test: `url`, `token`, `headers`, `account`, `issue_token`."""
+    """The service for one test: `url`, `token`, `headers`, `account` and its methods."""
     account = secrets.token_hex(8)
     token = gardening_service.issue_token(account)
     headers = {"Authorization": f"Bearer {token}"}
