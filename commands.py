@@ -72,8 +72,12 @@ def utc(time: int | None) -> str:
     return f"{datetime.fromtimestamp(time // 1000, UTC):%Y-%m-%d %H:%M}"
 
 
+class TokenID(click.IntRange):
+    name = "ID of a token; --account revokes all tokens of an account"
+
+
 @token_commands.command("revoke")
-@click.argument("id", type=click.IntRange(1, 2**63 - 1), required=False)
+@click.argument("id", type=TokenID(1, 2**63 - 1), required=False)
 @click.option("--account", help="Revoke all tokens of this account.")
 def revoke_token(id: int | None, account: str | None) -> None:
     """Make the token with this ID, as `list` shows it, invalid at once."""

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from rigs.running import ON_SQLITE
 
 from app import create_app
-from commands import utc
+from commands import TokenID, utc
 
 
 def test_create_prints_the_token_alone(command):
@@ -262,6 +262,10 @@ def test_all_tokens_of_an_account_are_revoked(command, store):
         (["--account", "Zo\xeb"], "The account Zo\xeb has no tokens."),
         ([], "Give either the ID of a token or --account."),
         (["1", "--account", "bob"], "Give either the ID of a token or --account."),
+        (
+            ["bob"],
+            f"Invalid value for '[ID]': 'bob' is not a valid {TokenID.name}.",
+        ),
     ]:
         refused = command("token", "revoke", *words)
         assert (refused.exit_code, refused.stderr) == (1, f"Error: {told}\n")
