@@ -56,7 +56,8 @@ FAILURES = {
     "none": Failure(),
     "slow": Failure(seconds=3),
 }
-KNOWN = validate.OneOf(FAILURES, error="{input!r} is not one of {choices}.")
+CHOICES = ", ".join(map(repr, FAILURES))  # with their quotes: 503 is not "503"
+KNOWN = validate.OneOf(FAILURES, error=f"{{input!r}} is not one of {CHOICES}.")
 
 
 class FailingStore(Store):
