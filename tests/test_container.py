@@ -88,10 +88,9 @@ def test_compose_file_is_valid_and_confines_the_service():
 
 def test_backup_of_a_container_is_restored_in_a_volume(environment, path, tmp_path):
     volume, copy = Path(path).parent, tmp_path / "copy"
-    backup, restore = (
-        re.search("sh -ec '(.*)'", block, re.DOTALL)[1].replace("/data", str(volume))
-        for block in blocks(PAGE, "Backup and restore")
-    )
+    page = "".join(blocks(PAGE, "Backup and restore")).replace("/data", str(volume))
+    backup, restore, swap = re.findall("sh -ec '([^']*)'", page)
+    [database] = re.findall("--env FLASK_DATABASE=(\\S+) ", page)
     environment["PATH"] = f"{BIN}:{environment['PATH']}"
     token = token_on(path)
     with gunicorn(environment) as (_, port), Client(port, token) as client:
@@ -103,9 +102,13 @@ def test_backup_of_a_container_is_restored_in_a_volume(environment, path, tmp_pa
             environment=environment,
         )
         client.call("POST", PROJECTS, {"name": "written since"})
-    run("sh", "-ec", f"({restore}) < {shlex.quote(str(copy))}", environment=environment)
+        restoring = environment | {"FLASK_DATABASE": database}
+        copied = f"({restore}) < {shlex.quote(str(copy))}"
+        run("sh", "-ec", copied, environment=restoring)
+        client.call("POST", PROJECTS, {"name": "written meanwhile"})
+    run("sh", "-ec", swap, environment=environment)
     with gunicorn(environment) as (_, port), Client(port, token) as client:
         assert client.call("GET", PROJECTS) == (200, [kept])
     [before] = volume.glob("before-*/gardening.db")
     with closing(sqlite3.connect(before)) as database:
-        assert database.execute("SELECT count(*) FROM project").fetchall() == [(2,)]
+        assert database.execute("SELECT count(*) FROM project").fetchall() == [(3,)]

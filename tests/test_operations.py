@@ -195,8 +195,8 @@ def test_command_uses_the_settings_alone(machine, token):
 def test_help_of_the_command_names_it_and_what_is_for_operators(machine):
     printed = machine.paste("gardening --help")
     assert printed.startswith("Usage: gardening [OPTIONS] COMMAND")
-    commands = re.findall(r"(?m)^  (\w+)", printed.partition("Commands:\n")[2])
-    assert commands == ["account", "backup", "restore", "token"]
+    commands = re.findall(r"(?m)^  (\S+)", printed.partition("Commands:\n")[2])
+    assert commands == ["account", "backup", "init-db", "restore", "token"]
 
 
 def test_command_has_the_status_and_the_files_of_its_caller(machine):
@@ -219,9 +219,13 @@ def test_command_asks_before_it_deletes(machine):
     assert " eve\n" not in machine.paste("gardening account list")
 
 
-def test_command_of_another_user_is_refused_in_a_line(machine):
+def test_command_that_cannot_run_says_why_in_a_line(machine):
     printed = machine.paste("runuser -u nobody -- gardening token list", status=1)
     assert printed == "gardening: only root can run this.\n"
+    machine.paste("mv /etc/gardening.env /run/")
+    printed = machine.paste("gardening token list", status=1)
+    machine.paste("mv /run/gardening.env /etc/")
+    assert printed == "gardening: the settings are missing: /etc/gardening.env\n"
 
 
 def head(machine):
@@ -340,16 +344,66 @@ def test_restore_without_a_readable_backup_changes_nothing(machine, token, hide)
     assert (main_pid(machine), names(machine, token)) == (started, ["Park"])
 
 
-def test_refused_backup_leaves_the_database_from_before(machine, token):
+def test_refused_backup_stops_nothing(machine, token):
     create(machine, token, "Park")
+    started = main_pid(machine)
     file = f"{BACKUPS}/2098-01-01T000000Z.db"
     machine.paste(f"echo nonsense > {file} && chown gardening {file}")
     restore = block("Backup and restore", "gardening-restore")
     printed = machine.paste(restore, status=1)
     assert machine.paste(restore, status=1) == printed
     machine.paste(f"rm {file}")
-    assert "Not restored. The database is the one from before.\n" in printed
+    assert "Not restored. The service goes on with its database.\n" in printed
+    assert (main_pid(machine), names(machine, token)) == (started, ["Park"])
+    machine.paste("ls -d /var/lib/gardening/restored", status=2)
+
+
+@pytest.fixture
+def backup_of_park(machine, token):
+    """A backup with one Project, which has another one beside it by now."""
+    file = "/var/lib/gardening/park.db"
+    create(machine, token, "Park")
+    machine.paste(f"rm -f {file} && gardening backup {file}")
+    create(machine, token, "Wood")
+    return file
+
+
+IS_RESTORING = "[ -e /var/lib/gardening/restored/gardening.db ]"
+IS_CHANGING = "systemctl --quiet is-active gardening-restore"
+IN_BACKGROUND = """
+setsid gardening-restore {} >/tmp/printed 2>&1 &
+until {}; do kill -0 $!; done
+"""
+
+
+@pytest.mark.parametrize(
+    ("moment", "found"),
+    [(IS_RESTORING, ["Park", "Wood"]), (IS_CHANGING, ["Park"])],
+    ids=["restoring", "changing"],
+)
+def test_restore_that_is_cut_off_leaves_all_or_nothing_of_it(
+    machine, token, backup_of_park, moment, found
+):
+    """With all processes that it has started, as by a closed terminal."""
+    start = "set -e" + IN_BACKGROUND.format(backup_of_park, moment)
+    machine.paste(f"{start} kill -KILL -- -$!; wait $! || true")
+    machine.paste(f"while {IS_CHANGING}; do sleep 0.1; done")
+    assert machine.paste("systemctl is-active gardening") == "active\n"
+    assert names(machine, token) == found
+    machine.paste(f"gardening-restore {backup_of_park}")  # nothing is in its way
     assert names(machine, token) == ["Park"]
+
+
+def test_one_restore_runs_at_a_time_and_can_be_undone(machine, token, backup_of_park):
+    start = "set -e" + IN_BACKGROUND.format(backup_of_park, IS_RESTORING)
+    second = f"gardening-restore {backup_of_park} 2>&1 || wait $!"
+    printed = machine.paste(f"{start} {second}")
+    assert printed == "Another gardening-restore is running.\n"
+    assert names(machine, token) == ["Park"]
+    *_, told = machine.paste("cat /tmp/printed").splitlines()
+    [before] = re.findall(r"/var/lib/gardening/before-\S+/gardening\.db", told)
+    machine.paste(f"gardening-restore {before}")
+    assert names(machine, token) == ["Park", "Wood"]
 
 
 def test_newest_14_backups_are_kept(machine):
