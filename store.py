@@ -121,6 +121,7 @@ class Store:
         columns = dict.fromkeys(tables.SETTABLE) | as_columns(members)
         id = secrets.token_hex(12)
         values = {"account": account, "id": id, "now": self._now(), **columns}
+        values["revision"] = secrets.token_hex(8)
         if key is None:
             return Project(*self.engine.write(self.engine.CREATE, values)[0])
         digest = digest_of(columns)
@@ -229,6 +230,7 @@ class Store:
     def _change(self, sql: str, values: Values, condition: Precondition) -> Any:
         if_match, if_none_match = condition
         values["now"] = self._now()
+        values["revision"] = secrets.token_hex(8)
         values["if_match"] = None if if_match is None else as_json(if_match)
         # None, so that the database parses nothing.
         values["if_none_match"] = as_json(if_none_match) if if_none_match else None

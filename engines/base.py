@@ -35,8 +35,15 @@ class OutcomeUnknown(Unavailable):
 class Connection(Protocol):
     """A connection of either driver; one thread at a time uses it."""
 
+    # Whether what is under way may last although its response gets lost: a COMMIT, or a
+    # statement outside of a transaction.
+    is_committing: bool
+
     def fetch(self, sql: str, values: Values) -> Rows:
         """All rows of a statement, which is a transaction unless `begin` was called."""
+
+    def write(self, sql: str, values: Values) -> Rows:
+        """The same for one that writes, outside of a transaction."""
 
     def begin(self, seconds: int) -> None:
         """Begin a transaction that writes, and may take so long; 0: as long as a request."""
@@ -94,10 +101,10 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def outage(self, error: BaseException, writes: bool) -> Unavailable | None:
+    def outage(self, error: BaseException, may_last: bool) -> Unavailable | None:
         """The outage that an error means, if it is one and no defect.
 
-        OutcomeUnknown only for what `writes`.
+        OutcomeUnknown only for a change that `may_last`.
         """
 
     def turn(self) -> AbstractContextManager[None]:
@@ -129,7 +136,7 @@ class Engine(ABC):
             rows = connection.fetch(sql, values)
         except BaseException as error:
             connection.close()
-            self.fail(error, writes=False)
+            self.fail(error, writes=False, may_last=False)
             raise
         self._retry_at[False] = 0.0
         self.idle[os.getpid()].append(connection)
@@ -138,7 +145,7 @@ class Engine(ABC):
     def write(self, sql: str, values: Values) -> Rows:
         """The same for one that writes. Raises OutcomeUnknown as well."""
         with self.session(writes=True) as connection, self.turn():
-            return connection.fetch(sql, values)
+            return connection.write(sql, values)
 
     @contextmanager
     def transaction(self, seconds: int = 0) -> Iterator[Connection]:
@@ -159,7 +166,7 @@ class Engine(ABC):
             yield connection
         except BaseException as error:
             connection.close()
-            self.fail(error, writes)
+            self.fail(error, writes, may_last=writes and connection.is_committing)
             raise
         self._retry_at[writes] = 0.0
         self.idle[os.getpid()].append(connection)
@@ -181,17 +188,14 @@ class Engine(ABC):
         try:
             return self.connect(creates)
         except BaseException as error:
-            self.fail(error, writes, is_sent=False)
+            self.fail(error, writes, may_last=False)
             raise
 
-    def fail(self, error: BaseException, writes: bool, is_sent: bool = True) -> None:
-        """Note whether others must pause; raise the outage that the error means, if any.
-
-        Of a statement that was not sent, no outcome is unknown.
-        """
+    def fail(self, error: BaseException, writes: bool, may_last: bool) -> None:
+        """Note whether others must pause; raise the outage that the error means, if any."""
         is_pause = self.waited_in_vain(error)
         self._retry_at[writes] = time.monotonic() + self.PAUSE if is_pause else 0.0
-        if outage := self.outage(error, writes and is_sent):
+        if outage := self.outage(error, may_last):
             raise outage from error
 
     def steps_from(

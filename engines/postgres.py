@@ -48,13 +48,17 @@ def translate(ddl: str) -> str:
     return re.sub("|".join(TYPES), lambda found: TYPES[found[0]], ddl)
 
 
-# By triggers, since processes of release 1.2.0 may go on writing for a while.
-TRIGGERS = """
-CREATE FUNCTION count_projects() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+# In a database that was brought up to date, triggers count for the processes of an older
+# release, which may go on writing for a while. See gardening.counts in SETTINGS.
+COUNT_FOR_OTHERS = """
+CREATE OR REPLACE FUNCTION count_projects() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+    IF current_setting('gardening.counts', true) = 'itself' THEN RETURN NULL; END IF;
     UPDATE account SET projects = projects + CASE TG_OP WHEN 'INSERT' THEN n ELSE -n END
     FROM (SELECT account, count(*) AS n FROM changed GROUP BY account) AS change
     WHERE name = change.account;
     RETURN NULL; END $$;
+"""
+TRIGGERS = """
 CREATE TRIGGER project_insert AFTER INSERT ON project REFERENCING NEW TABLE AS changed
     FOR EACH STATEMENT EXECUTE FUNCTION count_projects();
 CREATE TRIGGER project_delete AFTER DELETE ON project REFERENCING OLD TABLE AS changed
@@ -65,7 +69,19 @@ LAYOUT_3 = f"""
 ALTER TABLE account ALTER created SET DEFAULT 0;
 ALTER TABLE account ADD COLUMN projects bigint NOT NULL DEFAULT 0;
 {tables.COUNT_PROJECTS};
+{COUNT_FOR_OTHERS}
 {TRIGGERS}
+"""
+LAYOUT_4 = f"""
+ALTER TABLE part DROP CONSTRAINT part_project_fkey, DROP CONSTRAINT part_pkey, ADD account text;
+UPDATE part SET account = project.account FROM project WHERE project.id = part.project;
+ALTER TABLE part ALTER account SET NOT NULL, ADD PRIMARY KEY (account, id);
+ALTER TABLE project DROP CONSTRAINT project_id_key, ADD UNIQUE (account, id);
+ALTER TABLE part ADD FOREIGN KEY (account, project)
+    REFERENCES project (account, id) ON DELETE CASCADE;
+DROP INDEX part_project;
+CREATE INDEX part_project ON part (account, project);
+{COUNT_FOR_OTHERS}
 """
 MARK = "Gardening Project Service, layout "  # the comment on the table of Projects
 INSPECT = f"""
@@ -80,6 +96,7 @@ SETTINGS = f"""
 SET statement_timeout = '{STATEMENT_TIMEOUT}s';
 SET lock_timeout = '{LOCK_TIMEOUT}s';
 SET default_transaction_isolation = 'read committed';
+SET gardening.counts = 'itself';
 SELECT set_config('synchronous_commit', 'on', false)
 WHERE current_setting('synchronous_commit') IN ('off', 'local');
 """
@@ -96,19 +113,20 @@ def document() -> str:
 
 
 DOCUMENT = document()
-ETAG = "concat(version, '-', updated_at)"
+ETAG = "(version::text || '-' || updated_at::text)"
 PROJECT = f"id, {ETAG}, convert_to({DOCUMENT}, 'UTF8')"
 MATCHES = f"""id = :id AND account = :account
     AND (:if_match::jsonb IS NULL OR :if_match::jsonb ? {ETAG})
     AND (:if_none_match::jsonb IS NULL OR NOT :if_none_match::jsonb ? {ETAG})"""
-# 1. Writers of an account first take its row, so its revisions are in the order of the
-# commits. 2. A change that cannot match takes no row: hence EXISTS. 3. It must match again
-# once the row is taken, since the Project may have changed while it waited: hence MATCHES
-# stands in UPDATE and DELETE as well. What fails only there gives the account's lists a new
-# revision for nothing.
-REVISED = f"""WITH revised AS (UPDATE account SET revision = md5(random()::text)
-    WHERE name = :account AND EXISTS (SELECT FROM project WHERE {MATCHES})
-    RETURNING revision)"""
+MAY_MATCH = f"name = :account AND EXISTS (SELECT FROM project WHERE {MATCHES})"
+
+COUNT_ONE_MORE = """INSERT INTO account AS known (name, created, projects, revision)
+    VALUES (:account, 1, 1, :revision)
+    ON CONFLICT (name) DO UPDATE SET created = known.created + 1,
+        projects = known.projects + 1, revision = excluded.revision"""
+INSERT = f"""INSERT INTO project AS made
+    (id, account, seq, created_at, updated_at, {", ".join(tables.SETTABLE)})"""
+CREATED = f":id, name, created, :now, :now, :{', :'.join(tables.SETTABLE)}"
 
 
 class Silence(psycopg.OperationalError):
@@ -121,24 +139,27 @@ class PostgreSQL(Engine):
     Each statement is a transaction of its own, since the connections are in autocommit.
     """
 
-    TABLES = translate(tables.COMMON_TABLES) + TRIGGERS
-    UPGRADES = (LAYOUT_2, LAYOUT_3)
+    TABLES = translate(tables.COMMON_TABLES)
+    UPGRADES = (LAYOUT_2, LAYOUT_3, LAYOUT_4)
     GET = f"SELECT {PROJECT} FROM project WHERE id = :id AND account = :account"
-    CREATE = f"""WITH counted AS (
-            INSERT INTO account AS known (name, created, revision)
-            VALUES (:account, 1, md5(random()::text))
-            ON CONFLICT (name) DO UPDATE
-            SET created = known.created + 1, revision = excluded.revision
-            RETURNING created)
-        INSERT INTO project
-            (id, account, seq, created_at, updated_at, {", ".join(tables.SETTABLE)})
-        SELECT :id, :account, created, :now, :now, :{", :".join(tables.SETTABLE)}
-        FROM counted RETURNING {PROJECT}"""
-    UPDATE = f"""{REVISED} UPDATE project
-        SET {{changes}} version = version + 1, updated_at = greatest(updated_at, :now)
-        FROM revised WHERE {MATCHES} RETURNING {PROJECT}"""
-    DELETE = f"""{REVISED} DELETE FROM project
-        USING revised WHERE {MATCHES} RETURNING id"""
+    # Writers of an account, and DELETE_ACCOUNT, take its row before any Project. So its
+    # revisions are in the order of the commits, and no two writers wait for each other.
+    CREATE = f"""WITH counted AS ({COUNT_ONE_MORE} RETURNING name, created)
+        {INSERT} SELECT {CREATED} FROM counted RETURNING {PROJECT}"""
+    # A change that cannot match takes no row: hence MAY_MATCH. It must match again once the
+    # row is taken, since the Project may have changed while it waited: hence MATCHES stands
+    # there as well. What fails only there gives the account's lists a new revision for nothing.
+    UPDATE = f"""WITH revised AS (UPDATE account SET revision = :revision
+            WHERE {MAY_MATCH} RETURNING revision),
+        changed AS (UPDATE project
+            SET {{changes}} version = version + 1, updated_at = greatest(updated_at, :now)
+            FROM revised WHERE {MATCHES} RETURNING project.*)
+        SELECT {PROJECT} FROM changed"""
+    DELETE = f"""WITH held AS (SELECT revision FROM account WHERE {MAY_MATCH} FOR UPDATE),
+        deleted AS (DELETE FROM project USING held WHERE {MATCHES} RETURNING id),
+        counted AS (UPDATE account SET projects = projects - 1, revision = :revision
+            FROM deleted WHERE name = :account)
+        SELECT id FROM deleted"""
     LIST = f"""SELECT (SELECT revision FROM account WHERE name = :account),
             (SELECT projects FROM account WHERE name = :account),
             nullif(max(seq), (SELECT max(seq) FROM project WHERE account = :account)),
@@ -194,11 +215,11 @@ class PostgreSQL(Engine):
     def waited_in_vain(self, error: BaseException) -> bool:
         return isinstance(error, Silence)
 
-    def outage(self, error: BaseException, writes: bool) -> Unavailable | None:
+    def outage(self, error: BaseException, may_last: bool) -> Unavailable | None:
+        state = getattr(error, "sqlstate", None) or ""
         if is_lost(error):
             self.close()
-            return (OutcomeUnknown if writes else Unavailable)(one_line(error))
-        state = getattr(error, "sqlstate", None) or ""
+            return (OutcomeUnknown if may_last else Unavailable)(one_line(error))
         return Unavailable(one_line(error)) if state.startswith(OUTAGES) else None
 
     def _prepare(self, connection: "Connection", creates: bool) -> None:
@@ -222,6 +243,7 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
     """One that gives up at its deadline, even while a commit waits for a standby."""
 
     deadline = 0.0  # on the clock of time.monotonic()
+    is_committing = True
 
     @cached_property
     def cursors(self) -> defaultdict[str, psycopg.Cursor[tuple[Any, ...]]]:
@@ -237,7 +259,15 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
             del self.cursors[sql]  # it would keep the list in memory
         return rows
 
+    def write(self, sql: str, values: Values) -> Rows:
+        return self.fetch(sql, values)
+
+    def commit(self) -> None:
+        self.is_committing = True
+        super().commit()
+
     def begin(self, seconds: int) -> None:
+        self.is_committing = False
         self.execute("BEGIN")
         if seconds:
             self.allow(seconds)

@@ -59,6 +59,29 @@ ALTER TABLE account ADD COLUMN projects INTEGER NOT NULL DEFAULT 0;
 {tables.COUNT_PROJECTS};
 {";".join([*DROP_TRIGGERS, *TRIGGERS])};
 """
+# The tables as layout 4 has them, since SQLite changes no constraint of a table.
+LAYOUT_4 = f"""
+{";".join(DROP_TRIGGERS)};
+DROP INDEX part_project;
+ALTER TABLE project RENAME TO project_3;
+ALTER TABLE part RENAME TO part_3;
+CREATE TABLE project (
+    id TEXT NOT NULL, account TEXT NOT NULL, seq INTEGER NOT NULL, name TEXT,
+    created_at INTEGER NOT NULL, updated_at INTEGER NOT NULL,
+    version INTEGER NOT NULL DEFAULT 1, postal_code TEXT, location TEXT,
+    PRIMARY KEY (account, seq), UNIQUE (account, id)) STRICT, WITHOUT ROWID;
+INSERT INTO project SELECT * FROM project_3 ORDER BY account, seq;
+CREATE TABLE part (
+    id TEXT NOT NULL, project TEXT NOT NULL, kind TEXT NOT NULL, account TEXT NOT NULL,
+    PRIMARY KEY (account, id), FOREIGN KEY (account, project)
+        REFERENCES project (account, id) ON DELETE CASCADE) STRICT;
+INSERT INTO part SELECT part_3.id, project, kind, account
+    FROM part_3 JOIN project_3 ON project_3.id = project;
+DROP TABLE part_3;
+DROP TABLE project_3;
+CREATE INDEX part_project ON part (account, project);
+{";".join(TRIGGERS)};
+"""
 
 
 def document() -> str:
@@ -83,7 +106,7 @@ class SQLite(Engine):
     """One file, or a private database in memory."""
 
     TABLES = TABLES
-    UPGRADES = (LAYOUT_2, LAYOUT_3)
+    UPGRADES = (LAYOUT_2, LAYOUT_3, LAYOUT_4)
     GET = f"SELECT {PROJECT} FROM project WHERE id = :id AND account = :account"
     CREATE = f"""INSERT INTO project
             (id, account, seq, created_at, updated_at, {", ".join(tables.SETTABLE)})
@@ -228,7 +251,7 @@ class SQLite(Engine):
         name = getattr(error, "sqlite_errorname", "")
         return name.startswith("SQLITE_BUSY") or isinstance(error, TimeoutError)
 
-    def outage(self, error: BaseException, writes: bool) -> Unavailable | None:
+    def outage(self, error: BaseException, may_last: bool) -> Unavailable | None:
         if isinstance(error, OSError):
             reason = error.strerror or str(error)
             return Unavailable(f"{reason}: {self._name}")
@@ -236,19 +259,27 @@ class SQLite(Engine):
         if not OUTAGE.match(name):
             return None
         # A commit that could not be synced may yet be found after a crash.
-        is_unknown = writes and name.startswith("SQLITE_IOERR")
+        is_unknown = may_last and name.startswith("SQLITE_IOERR")
         return (OutcomeUnknown if is_unknown else Unavailable)(f"{error}: {self._name}")
 
 
 class Connection(sqlite3.Connection):
     file: DatabaseFile | None  # None: in memory
+    is_committing = True
 
     def fetch(self, sql: str, values: Values) -> Rows:
         # A statement that returns rows commits only when all of them are fetched.
         return self.execute(sql, values).fetchall()
 
+    write = fetch
+
     def begin(self, _seconds: int) -> None:
+        self.is_committing = False
         self.execute("BEGIN IMMEDIATE")
+
+    def commit(self) -> None:
+        self.is_committing = True
+        super().commit()
 
     def begin_snapshot(self) -> None:
         self.execute("BEGIN")

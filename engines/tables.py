@@ -1,6 +1,7 @@
 """The members of a Project, the tables that keep them, and the SQL that engines share.
 
-The tables are written with SQLite's types. In a statement, `:name` is a parameter, and `%`
+Every key and every constraint holds the account, so that a cluster of PostgreSQL servers
+can keep each account on one of them. The tables are written with SQLite's types. In a statement, `:name` is a parameter, and `%`
 is not allowed: see engines.postgres.as_psycopg.
 """
 # Tested in tests/test_layouts.py.
@@ -23,11 +24,12 @@ COLUMNS = {
     "account": ("name", "revision", "created", "projects"),
     "token": ("id", "account", "digest", "created_at", "expires_at"),
     "project": (*MEMBERS, "account", "seq"),
-    "part": ("id", "project", "kind"),  # the specification has no paths for it yet
+    # The specification has no paths for it yet.
+    "part": ("id", "project", "kind", "account"),
     "idempotency_key": ("account", "key", "digest", "project"),
 }
 APPLICATION_ID = 0x67617264  # "gard": the database is ours
-LAYOUT = 3  # of the tables
+LAYOUT = 4  # of the tables
 KEY_TABLE = """
 CREATE TABLE idempotency_key (                      -- outlives its Project: it is spent
     account     TEXT    NOT NULL,
@@ -54,7 +56,7 @@ CREATE TABLE token (
     expires_at  INTEGER                             -- NULL: never
 ) STRICT;
 CREATE TABLE project (
-    id          TEXT    NOT NULL UNIQUE,
+    id          TEXT    NOT NULL,
     account     TEXT    NOT NULL,
     seq         INTEGER NOT NULL,                   -- the account's order of creation
     name        TEXT,
@@ -63,16 +65,20 @@ CREATE TABLE project (
     version     INTEGER NOT NULL DEFAULT 1,
     postal_code TEXT,
     location    TEXT,                               -- JSON: a REAL shows 15 digits only
-    PRIMARY KEY (account, seq)
+    PRIMARY KEY (account, seq),
+    UNIQUE (account, id)
 ) STRICT, WITHOUT ROWID;  -- kept in the order of its key, so a list is one range of it
 {KEY_TABLE}
 CREATE TABLE part (                                 -- a region, zone, parcel, controller
-    id          TEXT    PRIMARY KEY,
-    project     TEXT    NOT NULL REFERENCES project (id) ON DELETE CASCADE,
-    kind        TEXT    NOT NULL
+    id          TEXT    NOT NULL,
+    project     TEXT    NOT NULL,
+    kind        TEXT    NOT NULL,
+    account     TEXT    NOT NULL,
+    PRIMARY KEY (account, id),
+    FOREIGN KEY (account, project) REFERENCES project (account, id) ON DELETE CASCADE
 ) STRICT;
--- Without this index, deleting a Project would scan all parts.
-CREATE INDEX part_project ON part (project);
+-- Without this index, deleting a Project would scan the account's parts.
+CREATE INDEX part_project ON part (account, project);
 """
 # The account's counters. `created` is only raised: its last Projects may be gone.
 COUNT_CREATED = """UPDATE account SET created =

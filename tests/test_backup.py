@@ -78,7 +78,7 @@ def source(store, raw):
         store.add_token("ann", digest(name), 30 if name == "two" else None)
     for id in (2, 4):
         store.revoke_token(id)
-    raw.execute(f"INSERT INTO part VALUES ('z1', '{first_id(store)}', 'zone')")
+    raw.execute(f"INSERT INTO part VALUES ('z1', '{first_id(store)}', 'zone', 'ann')")
     return store
 
 
@@ -317,7 +317,7 @@ FAULTS = {
     "newer": ("PRAGMA user_version = 99", "a newer release made this backup"),
     "missing table": ("DROP TABLE part", "no such table: part"),
     "view": (
-        "DROP TABLE part; CREATE VIEW part AS SELECT 'p' id, 'x' project, 'y' kind",
+        "DROP TABLE part; CREATE VIEW part AS SELECT 'p' id, 'x' project, 'y' kind, 'z' account",
         "no such table: part",
     ),
     "fewer columns": (
@@ -398,7 +398,7 @@ def filled(tmp_path_factory):
         for name in ("one", "two"):
             store.add_token("ann", digest(name))
         with closing(sqlite3.connect(folder / "gardening.db")) as raw, raw:
-            raw.execute("INSERT INTO part VALUES ('z', ?, 'zone')", [id])
+            raw.execute("INSERT INTO part VALUES ('z', ?, 'zone', 'ann')", [id])
         backup(store.engine, str(folder / "backup.db"))
     return str(folder / "backup.db")
 
@@ -625,6 +625,7 @@ def test_u0000_of_an_older_release_is_refused_by_postgresql_alone(
 # What only an operator's own SQL can do; the file is whole, and what is counted is counted.
 MENDED = {
     "renamed account": """UPDATE project SET account = 'eve' WHERE account = 'ann';
+        UPDATE part SET account = 'eve' WHERE account = 'ann';
         UPDATE token SET account = 'eve' WHERE account = 'ann'""",
     "no counters": "UPDATE account SET created = 0, projects = 7",
     "no account": "DELETE FROM account",

@@ -198,7 +198,7 @@ def test_account_is_deleted_with_all_that_is_its_own(command, store, raw):
     command("token", "create", "bob")
     id = store.create_project("ann", {}, key="k").id
     store.delete_project("ann", store.create_project("ann", {}, key="spent").id)
-    raw.execute(f"INSERT INTO part VALUES ('p', '{id}', 'zone')")
+    raw.execute(f"INSERT INTO part VALUES ('p', '{id}', 'zone', 'ann')")
     command("token", "create", "ann")
     before = store.list_projects("ann").etag
     result = command("account", "delete", "ann", "--yes")

@@ -155,8 +155,8 @@ def test_lost_connection_takes_the_idle_ones_along(fragile, create_store_on):
             store.create_project("ann", {})
 
 
-@pytest.mark.parametrize("default", ["off", "local"])
-def test_commit_without_its_standby_is_in_doubt(create_store_on, default):
+@pytest.mark.parametrize(("default", "key"), [("off", None), ("local", "key")])
+def test_commit_without_its_standby_is_in_doubt(create_store_on, default, key):
     """Even where the server's default is not to wait for it."""
     with (
         ThreadPoolExecutor() as pool,
@@ -168,7 +168,7 @@ def test_commit_without_its_standby_is_in_doubt(create_store_on, default):
             store.create_project("ann", {})
             standby.kill()
             with lasts(4), fails(OutcomeUnknown):
-                write = pool.submit(store.create_project, "ann", {})
+                write = pool.submit(store.create_project, "ann", {}, key)
                 while not write.done():  # the server is not silent
                     store.list_tokens()
                     time.sleep(0.1)

@@ -258,7 +258,9 @@ def test_write_whose_process_is_ended_was_not_made(database, create_store_on):
     assert json.loads(store.list_projects("ann", Page(0, 1)).document)["total"] == 1
 
 
-def test_write_whose_process_is_killed_is_in_doubt(fragile, create_store_on):
+def test_write_whose_process_is_killed_is_in_doubt_but_not_before_its_commit(
+    fragile, create_store_on
+):
     database = fragile.database_url("postgres")
     store = create_store_on(database)
     id = store.create_project("ann", {}).id
@@ -268,9 +270,13 @@ def test_write_whose_process_is_killed_is_in_doubt(fragile, create_store_on):
         ThreadPoolExecutor() as pool,
     ):
         write = pool.submit(store.update_project, "ann", id, {"name": "x"})
-        os.kill(waiting(database), signal.SIGKILL)
+        keyed = pool.submit(store.create_project, "ann", {}, "key")  # a transaction
+        wait_for(lambda: len(backends(database, WAITS)) == 2)
+        os.kill(backends(database, WAITS).pop(), signal.SIGKILL)  # the server ends both
         with fails(OutcomeUnknown):
             write.result(LIMIT)
+        with fails(Unavailable):
+            keyed.result(LIMIT)
     # The server restarts by itself.
     project = soon(store.get_project, "ann", id)
     assert json.loads(project.document)["name"] in (None, "x")

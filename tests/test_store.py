@@ -258,7 +258,9 @@ def test_etag_does_not_return_after_a_restored_backup(open_store, raw):
 
 def test_delete_takes_along_what_belongs_to_the_project(store, raw):
     ids = [store.create_project("ann", {}).id for _ in range(2)]
-    raw.execute("INSERT INTO part SELECT 'part of ' || id, id, 'region' FROM project")
+    raw.execute(
+        "INSERT INTO part SELECT 'part of ' || id, id, 'region', 'ann' FROM project"
+    )
     store.delete_project("ann", ids[0])
     parts = raw.execute("SELECT id FROM part").fetchall()
     assert parts == [(f"part of {ids[1]}",)]
@@ -267,9 +269,9 @@ def test_delete_takes_along_what_belongs_to_the_project(store, raw):
 @pytest.mark.parametrize(
     "select, index",
     [
-        ("SELECT id FROM part WHERE project = ''", "part_project"),
+        ("SELECT id FROM part WHERE account = '' AND project = ''", "part_project"),
         ("SELECT account FROM token WHERE digest = ''", "token"),
-        ("SELECT name FROM project WHERE id = ''", "project"),
+        ("SELECT name FROM project WHERE account = '' AND id = ''", "project"),
         ("SELECT * FROM project WHERE account = '' ORDER BY seq", "project"),
         ("SELECT * FROM idempotency_key WHERE account = '' AND key = ''", "key"),
     ],

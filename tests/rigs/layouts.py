@@ -106,7 +106,48 @@ CREATE TRIGGER project_delete AFTER DELETE ON project REFERENCING OLD TABLE AS c
         COMMENT ON TABLE project IS 'Gardening Project Service, layout 3';
         """,
 }
-LAYOUTS = [LAYOUT_1, LAYOUT_2, LAYOUT_3]
+LAYOUT_4 = {
+    "SQLite": """
+        DROP TRIGGER project_insert;
+        DROP TRIGGER project_update;
+        DROP TRIGGER project_delete;
+        DROP TABLE part;
+        DROP TABLE project;
+        CREATE TABLE project (id TEXT NOT NULL, account TEXT NOT NULL,
+            seq INTEGER NOT NULL, name TEXT, created_at INTEGER NOT NULL,
+            updated_at INTEGER NOT NULL, version INTEGER NOT NULL DEFAULT 1,
+            postal_code TEXT, location TEXT, PRIMARY KEY (account, seq),
+            UNIQUE (account, id)) STRICT, WITHOUT ROWID;
+        CREATE TABLE part (id TEXT NOT NULL, project TEXT NOT NULL, kind TEXT NOT NULL,
+            account TEXT NOT NULL, PRIMARY KEY (account, id), FOREIGN KEY (account,
+            project) REFERENCES project (account, id) ON DELETE CASCADE) STRICT;
+        CREATE INDEX part_project ON part (account, project);
+        CREATE TRIGGER project_insert AFTER INSERT ON project BEGIN
+        INSERT INTO account (name, revision, created, projects)
+        VALUES (new.account, hex(randomblob(8)), new.seq, 1)
+        ON CONFLICT (name) DO UPDATE SET
+            revision = excluded.revision, created = new.seq, projects = projects + 1; END;
+        CREATE TRIGGER project_update AFTER UPDATE ON project BEGIN
+        UPDATE account SET revision = hex(randomblob(8)) WHERE name = new.account; END;
+        CREATE TRIGGER project_delete AFTER DELETE ON project BEGIN
+        UPDATE account SET revision = hex(randomblob(8)), projects = projects - 1
+        WHERE name = old.account; END;
+        PRAGMA user_version = 4;
+        """,
+    "PostgreSQL": """
+        DROP TRIGGER project_insert ON project;
+        DROP TRIGGER project_delete ON project;
+        DROP FUNCTION count_projects;
+        DROP TABLE part;
+        ALTER TABLE project DROP CONSTRAINT project_id_key, ADD UNIQUE (account, id);
+        CREATE TABLE part (id text NOT NULL, project text NOT NULL, kind text NOT NULL,
+            account text NOT NULL, PRIMARY KEY (account, id), FOREIGN KEY (account,
+            project) REFERENCES project (account, id) ON DELETE CASCADE);
+        CREATE INDEX part_project ON part (account, project);
+        COMMENT ON TABLE project IS 'Gardening Project Service, layout 4';
+        """,
+}
+LAYOUTS = [LAYOUT_1, LAYOUT_2, LAYOUT_3, LAYOUT_4]
 # A Project and a token of each account, with every column filled; ann's first is deleted.
 FILLED = f"""
     INSERT INTO project (id, account, seq, name, created_at, updated_at, version,
@@ -116,10 +157,16 @@ FILLED = f"""
         ('{"c" * 24}', 'bob é', 1, 'Grüße 😀', 1, 1, 1, '', NULL);
     INSERT INTO token (id, account, digest, created_at, expires_at) VALUES
         (3, 'ann', ONE, 1000, NULL), (9, 'eve', TWO, 1000, 2000);
-    INSERT INTO part (id, project, kind) VALUES ('p', '{"a" * 24}', 'zone');
 """
+# Since layout 2, and what of it differs since layout 4.
+KEY = f"""INSERT INTO idempotency_key (account, key, digest, project)
+    VALUES ('ann', 'kept', ONE, '{"a" * 24}');"""
+PART = f"INSERT INTO part (id, project, kind) VALUES ('p', '{'a' * 24}', 'zone')"
+PART_4 = f"INSERT INTO part VALUES ('p', '{'a' * 24}', 'zone', 'ann')"
 COUNTERS = """INSERT INTO account (name, created, revision)
     VALUES ('ann', 5, 'r1'), ('bob é', 1, 'r2')"""
+COUNT = """UPDATE account
+    SET projects = (SELECT count(*) FROM project AS p WHERE p.account = account.name)"""
 
 
 def lay_out(raw, layout):
@@ -134,4 +181,7 @@ def lay_out(raw, layout):
         execute(step[engine])
     if engine == "PostgreSQL":
         execute(COUNTERS)
-    execute(FILLED.replace("ONE", digests[0]).replace("TWO", digests[1]))
+    filled = FILLED + KEY * (layout > 1) + (PART if layout < 4 else PART_4)
+    execute(filled.replace("ONE", digests[0]).replace("TWO", digests[1]))
+    if engine == "PostgreSQL" and layout > 3:  # where no trigger counts
+        execute(COUNT)
