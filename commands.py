@@ -4,6 +4,7 @@ It is above auth and store, and knows nothing of HTTP or SQL.
 """
 
 import sys
+from contextlib import closing
 from datetime import UTC, datetime
 from typing import Any
 
@@ -13,7 +14,7 @@ from flask.cli import AppGroup, ScriptInfo, with_appcontext
 from werkzeug.serving import is_running_from_reloader
 
 from auth import BadName, account_name, current_store, issue_token
-from engines.backup import BadBackup, backup, restore
+from engines.backup import BadBackup, Stream, backup, restore
 from engines.base import Unavailable
 from store import Store
 
@@ -132,7 +133,7 @@ def create_database() -> None:
 @with_appcontext
 def write_backup(file: str) -> None:
     """Write a copy of the database to FILE, a new SQLite file, while the service runs."""
-    backup(current_store().engine, file)
+    backup(current_store().engine, file, progress_bar)
 
 
 @click.command("restore", cls=Command)
@@ -141,13 +142,30 @@ def write_backup(file: str) -> None:
 def restore_backup(file: str) -> None:
     """Fill an empty database with the copy that `backup` wrote to FILE."""
     store = current_store()
-    restore(store.engine, file)
+    restore(store.engine, file, progress_bar)
     accounts = store.list_accounts()
     projects = sum(account.projects for account in accounts)
     tokens = sum(account.tokens for account in accounts)
     click.echo(
         f"Restored: accounts {len(accounts)}, Projects {projects}, tokens {tokens}."
     )
+
+
+def progress_bar(rows: Stream, count: int) -> Stream:
+    """The rows; on a terminal, it shows how many were taken, and the time left."""
+    with (
+        closing(rows),
+        click.progressbar(
+            rows,
+            count,
+            "Projects",
+            show_pos=True,
+            hidden=not sys.stderr.isatty(),
+            file=sys.stderr,
+            update_min_steps=max(1, count // 1000),
+        ) as bar,
+    ):
+        yield from bar
 
 
 def add_to(app: Flask) -> None:

@@ -6,21 +6,30 @@ It copies rows, and knows no rule of the store and no dialect but SQLite's.
 import os
 import secrets
 import sqlite3
+from collections.abc import Callable, Generator
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from engines import tables
 from engines.base import Engine, Unavailable
 from engines.files import new_file
 from engines.sqlite import SQLite
 
+Stream = Generator[Any]
+Progress = Callable[[Stream, int], Stream]  # shows how many of so many rows were taken
+
+
+def silent(rows: Stream, _count: int) -> Stream:
+    return rows
+
 
 class BadBackup(Exception):
     """The file cannot be restored; nothing was."""
 
 
-def backup(engine: Engine, path: str) -> None:
+def backup(engine: Engine, path: str, progress: Progress = silent) -> None:
     """Write a copy of this moment to a new SQLite file. Raises Unavailable."""
     try:
         with new_file(path) as unnamed:
@@ -31,7 +40,7 @@ def backup(engine: Engine, path: str) -> None:
                     closing(SQLite(f"{folder}/copy")) as copy,
                 ):
                     copy.create()
-                    copy_rows(engine, copy)
+                    copy_rows(engine, copy, progress)
                     copy.save(unnamed)
     except OSError as error:
         raise Unavailable(f"{error.strerror}: {path}") from error
@@ -39,7 +48,7 @@ def backup(engine: Engine, path: str) -> None:
         raise Unavailable(f"{error}, while copying to {path}") from error
 
 
-def restore(engine: Engine, path: str) -> None:
+def restore(engine: Engine, path: str, progress: Progress = silent) -> None:
     """Fill an empty database with a backup by this or an older release.
 
     All of it, or nothing. Raises BadBackup, and Unavailable, also if it is not empty.
@@ -51,7 +60,7 @@ def restore(engine: Engine, path: str) -> None:
         ):
             copy_file(path, f"{folder}/copy")
             engine.create()  # not before, since a bad file must create nothing
-            copy_rows(copy, engine)
+            copy_rows(copy, engine, progress)
     except OSError as error:
         raise Unavailable(f"{error.strerror}: {error.filename}") from error
     except UnicodeDecodeError as error:  # SQLite has quoted what it could not read
@@ -101,7 +110,7 @@ def copy_file(path: str, to: str) -> None:
             copy.execute(f'DROP {kind} "{name}"')
 
 
-def copy_rows(source: Engine, target: Engine) -> None:
+def copy_rows(source: Engine, target: Engine, progress: Progress) -> None:
     """Copy the rows of every table, in one transaction on each side.
 
     What is counted, is counted anew; and the lists get new ETags, since nobody knows
@@ -113,8 +122,12 @@ def copy_rows(source: Engine, target: Engine) -> None:
         for table, columns in tables.COLUMNS.items():
             if filled.fetch(f"SELECT 1 FROM {table} LIMIT 1", {}):
                 raise Unavailable("the database to fill is not empty")
-            names = ", ".join(columns)
-            filled.insert(table, columns, rows.stream(f"SELECT {names} FROM {table}"))
+            [(count,)] = rows.fetch(f"SELECT count(*) FROM {table}", {})
+            select = f"SELECT {', '.join(columns)} FROM {table}"
+            show = progress if table == "project" else silent  # the others are short
+            # Closed before its connection, also after a row that was refused.
+            with closing(show(rows.stream(select), count)) as shown:
+                filled.insert(table, columns, shown)
         for (last,) in rows.fetch(source.LAST_TOKEN, {}):
             for sql in target.SET_LAST_TOKEN:
                 filled.fetch(sql, {"last": last})

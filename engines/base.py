@@ -9,7 +9,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -57,7 +57,7 @@ class Connection(Protocol):
     def begin_snapshot(self) -> None:
         """Begin a long transaction that sees the database as it is at this moment."""
 
-    def stream(self, sql: str) -> Iterable[Any]:
+    def stream(self, sql: str) -> Generator[Any]:
         """The rows of a statement, however many: they are not all in memory at once."""
 
     def insert(self, table: str, columns: Iterable[str], rows: Iterable[Any]) -> None:

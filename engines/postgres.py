@@ -7,7 +7,7 @@ import re
 import select
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from functools import cache, cached_property, partial
 from typing import Any
 
@@ -282,7 +282,7 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
         for limit in ("lock_timeout", "statement_timeout"):
             self.execute("SELECT set_config(%s, %s, true)", [limit, f"{seconds}s"])
 
-    def stream(self, sql: str) -> Iterable[Any]:
+    def stream(self, sql: str) -> Generator[Any]:
         # With a name, the rows stay on the server, and come in parts.
         with self.cursor("stream") as cursor:
             yield from cursor.execute(sql)

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -284,8 +284,8 @@ class Connection(sqlite3.Connection):
     def begin_snapshot(self) -> None:
         self.execute("BEGIN")
 
-    def stream(self, sql: str) -> Iterable[Any]:
-        return self.execute(sql)
+    def stream(self, sql: str) -> Generator[Any]:
+        yield from self.execute(sql)
 
     def insert(self, table: str, columns: Iterable[str], rows: Iterable[Any]) -> None:
         names = list(columns)

@@ -191,6 +191,44 @@ def test_first_token_after_a_restore_without_one_has_the_id_1(store, file, open_
     assert restored.add_token("ann", digest("one")) == 1
 
 
+def printed_on_a_terminal(database, *arguments, status):
+    """What the command writes to a terminal, beside its standard output."""
+    terminal, its_end = os.openpty()
+    environment = environment_of(database)
+    command = [BIN / "flask", *arguments]
+    with open(terminal, errors="replace") as screen:
+        with open(its_end, "wb") as stderr, suppress(OSError):
+            options = {"env": environment, "stdout": subprocess.DEVNULL}
+            ended = subprocess.run(
+                command, cwd=ROOT, **options, stderr=stderr, timeout=LIMIT, check=False
+            )
+        assert ended.returncode == status
+        printed = []
+        with suppress(OSError):  # the end of what was written
+            printed.extend(iter(lambda: screen.read(1), ""))
+    return "".join(printed)
+
+
+def test_terminal_shows_how_far_a_long_copy_is(filled, target, tmp_path):
+    """And elsewhere nothing is shown, which the other tests see."""
+    printed = printed_on_a_terminal(target, "restore", filled, status=0)
+    assert "61/61" in printed and "Error" not in printed
+    if target.startswith("postgresql://"):
+        file = str(tmp_path / "again.db")
+        assert "61/61" in printed_on_a_terminal(target, "backup", file, status=0)
+    told = printed_on_a_terminal(target, "restore", filled, status=1)
+    assert "Error: the database to fill is not empty" in told
+
+
+def test_terminal_shows_one_line_of_a_row_that_is_refused(filled, target, tmp_path):
+    file = shutil.copy(filled, tmp_path)
+    spoil(file, "LOOSE project; UPDATE project SET seq = NULL WHERE account = 'bob'")
+    printed = printed_on_a_terminal(target, "restore", file, status=1)
+    assert "Traceback" not in printed
+    assert len(re.findall("(?m)^Error: ", printed)) == 1
+    assert printed.rstrip().endswith(f": {file}")
+
+
 @NEEDS_ROOT
 def test_copy_is_beside_the_data_and_not_in_tmp(
     source, database, filled, mount, tmp_path, path, monkeypatch
