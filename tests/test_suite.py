@@ -8,7 +8,7 @@ from contextlib import closing
 from rigs import SETTINGS
 from rigs.layouts import lay_out
 from rigs.outside import HOSTILE
-from rigs.running import LIMIT, run
+from rigs.running import LIMIT, needs, run
 
 STARTS = [  # what reads the settings
     "tests/test_app.py::test_config_goes_before_the_environment",
@@ -18,6 +18,7 @@ STARTS = [  # what reads the settings
 ]
 
 
+@needs("curl")  # the README's first calls
 def test_settings_of_a_developer_do_not_meet_the_tests(tmp_path):
     assert not [name for name in os.environ if name.startswith(SETTINGS)]
     theirs = tmp_path / "theirs.db"
