@@ -14,7 +14,10 @@ import pytest
 
 from rigs.running import LIMIT, ONE_WORKER, wait_for
 
-PROGRAMS = ["git", "nginx", "nsenter", "openssl", "runuser", "systemctl", "unshare"]
+PROGRAMS = [
+    *("curl", "dbus-daemon", "git", "nginx", "nsenter", "openssl", "pivot_root"),
+    *("runuser", "setpriv", "systemctl", "unshare"),
+]
 MISSING = [
     each for each in PROGRAMS if not shutil.which(each, path="/usr/sbin:/usr/bin")
 ]
