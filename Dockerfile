@@ -1,4 +1,4 @@
-FROM python:3.13-slim
+FROM python:3.14-slim
 
 RUN useradd --uid 10001 --home-dir /data gardening \
     && install --directory --owner gardening --group gardening --mode 700 /data

@@ -11,7 +11,17 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
-from rigs.running import BIN, PROJECTS, ROOT, Client, blocks, gunicorn, run, token_on
+from rigs.running import (
+    BIN,
+    LIMIT,
+    PROJECTS,
+    ROOT,
+    Client,
+    blocks,
+    gunicorn,
+    run,
+    token_on,
+)
 
 PAGE = "docs/container.md"
 COMPOSE = BIN / "docker-compose"
@@ -22,6 +32,15 @@ def test_image_has_the_driver_of_the_tests():
     pins = re.compile(r"psycopg\[binary\]==[\d.]+")
     requirements = (ROOT / "tests/requirements.txt").read_text()
     assert pins.findall(DOCKERFILE) == pins.findall(requirements)
+
+
+def test_image_needs_no_compiler(tmp_path):
+    """Each pin has a wheel for the Python of the image, which is a slim one."""
+    [version] = re.findall(r"(?m)^FROM python:(3\.\d+)-slim$", DOCKERFILE)
+    [driver] = re.findall(r'"(psycopg\S+)"', DOCKERFILE)
+    pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--target", tmp_path]
+    wheels = ["--only-binary=:all:", f"--python-version={version}"]
+    run(*pip, *wheels, driver, "--requirement=requirements.txt", limit=10 * LIMIT)
 
 
 def test_image_holds_what_ships_and_nothing_else():
