@@ -9,7 +9,7 @@ from urllib.request import urlopen
 
 import pytest
 from rigs.nginx import HOST, assert_problem, needs_nginx, proxy
-from rigs.running import LIMIT, PROJECTS, Client, flask_run, port_of
+from rigs.running import BIN, LIMIT, PROJECTS, Client, flask_run, port_of, run
 
 from auth import digest
 
@@ -58,6 +58,10 @@ def browser():
     playwright = pytest.importorskip("playwright.sync_api")
     if not CHROMIUM:
         pytest.skip("chromium is not installed")
+    try:
+        run(BIN / "playwright", "--version")
+    except AssertionError as error:  # on Debian 12, for want of libatomic1
+        pytest.skip(str(error).splitlines()[0])
     resolver = "--host-resolver-rules=MAP * 127.0.0.1"
     options = ["--no-sandbox", "--ignore-certificate-errors", resolver]
     with (
