@@ -100,6 +100,10 @@ SET gardening.counts = 'itself';
 SELECT set_config('synchronous_commit', 'on', false)
 WHERE current_setting('synchronous_commit') IN ('off', 'local');
 """
+IS_CLUSTER = "SELECT EXISTS (SELECT FROM pg_extension WHERE extname = 'citus')"
+# Citus does not hand a comment on.
+MARK_WORKERS = """SELECT run_command_on_workers(format('COMMENT ON TABLE project IS %L',
+    obj_description('project'::regclass, 'pg_class')))"""
 
 
 def document() -> str:
@@ -126,6 +130,7 @@ COUNT_ONE_MORE = """INSERT INTO account AS known (name, created, projects, revis
         projects = known.projects + 1, revision = excluded.revision"""
 INSERT = f"""INSERT INTO project AS made
     (id, account, seq, created_at, updated_at, {", ".join(tables.SETTABLE)})"""
+# The name comes from the account's row: by that, Citus knows the node.
 CREATED = f":id, name, created, :now, :now, :{', :'.join(tables.SETTABLE)}"
 
 
@@ -146,6 +151,9 @@ class PostgreSQL(Engine):
     # revisions are in the order of the commits, and no two writers wait for each other.
     CREATE = f"""WITH counted AS ({COUNT_ONE_MORE} RETURNING name, created)
         {INSERT} SELECT {CREATED} FROM counted RETURNING {PROJECT}"""
+    # On a cluster, CREATE would be two-phase commit on every node. Two statements are not.
+    CREATE_COUNTED = f"""{INSERT} SELECT {CREATED}
+        FROM account WHERE name = :account RETURNING {PROJECT}"""
     # A change that cannot match takes no row: hence MAY_MATCH. It must match again once the
     # row is taken, since the Project may have changed while it waited: hence MATCHES stands
     # there as well. What fails only there gives the account's lists a new revision for nothing.
@@ -218,13 +226,15 @@ class PostgreSQL(Engine):
     def outage(self, error: BaseException, may_last: bool) -> Unavailable | None:
         state = getattr(error, "sqlstate", None) or ""
         if is_lost(error):
-            self.close()
+            if not state:  # else it is a node of the cluster that was lost
+                self.close()
             return (OutcomeUnknown if may_last else Unavailable)(one_line(error))
         return Unavailable(one_line(error)) if state.startswith(OUTAGES) else None
 
     def _prepare(self, connection: "Connection", creates: bool) -> None:
         """Create the tables or bring them up to date; leave alone what is not ours."""
         connection.execute(SETTINGS)
+        [(connection.is_cluster,)] = connection.execute(IS_CLUSTER).fetchall()
         if self._is_prepared:
             return
         with connection.transaction():
@@ -232,10 +242,19 @@ class PostgreSQL(Engine):
             [(encoding, layout, count)] = connection.execute(INSPECT).fetchall()
             if encoding != "UTF8":
                 raise Unavailable(f"the database is in {encoding}, not in UTF8")
-            if steps := self.steps_from(layout, count == 0, creates):
+            steps = self.steps_from(layout, count == 0, creates)
+            if steps and connection.is_cluster:
+                [(is_coordinator,)] = connection.execute(
+                    "SELECT citus_is_coordinator()"
+                )
+                if not is_coordinator:
+                    raise Unavailable("connect to the coordinator to change the tables")
+            if steps:
                 connection.allow(LONG)
                 mark = f"COMMENT ON TABLE project IS '{MARK}{tables.LAYOUT}'"
                 connection.execute(";".join([*steps, mark]))
+        if steps and connection.is_cluster:
+            connection.execute(MARK_WORKERS)
         self._is_prepared = True
 
 
@@ -244,6 +263,7 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
 
     deadline = 0.0  # on the clock of time.monotonic()
     is_committing = True
+    is_cluster = False
 
     @cached_property
     def cursors(self) -> defaultdict[str, psycopg.Cursor[tuple[Any, ...]]]:
@@ -251,6 +271,9 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
         return defaultdict(partial(self.cursor, binary=True))
 
     def fetch(self, sql: str, values: Values) -> Rows:
+        if self.is_cluster and sql == PostgreSQL.CREATE:
+            self.fetch(COUNT_ONE_MORE, values)
+            sql = PostgreSQL.CREATE_COUNTED
         cursor = self.cursors[sql].execute(as_psycopg(sql), values)
         if cursor.rownumber is None:
             return []  # the statement returns no rows
@@ -260,11 +283,23 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
         return rows
 
     def write(self, sql: str, values: Values) -> Rows:
-        return self.fetch(sql, values)
+        if not self.is_cluster:
+            return self.fetch(sql, values)
+        # By itself, a statement is committed by its node alone. If that is lost meanwhile,
+        # the node that was asked reports an error of which nobody can tell what it means.
+        self.begin(0)
+        rows = self.fetch(sql, values)
+        self.commit()
+        return rows
 
     def commit(self) -> None:
         self.is_committing = True
-        super().commit()
+        try:
+            super().commit()
+        except psycopg.Error as error:
+            if self.is_cluster:  # some of its nodes may have committed
+                raise OutcomeUnknown(one_line(error)) from error
+            raise
 
     def begin(self, seconds: int) -> None:
         self.is_committing = False

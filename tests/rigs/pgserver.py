@@ -9,8 +9,9 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -30,6 +31,8 @@ BINARIES = [
     for folder in FOLDERS
     for program in sorted(folder.glob("*/bin/postgres"), reverse=True)
 ]
+# Those that can be the nodes of a cluster: CONTRIBUTING.md says how to have them.
+CITUS = [each for each in BINARIES if (each.parent / "lib/citus.so").exists()]
 # Nothing of the tests' own environment, such as PGHOST.
 AS_SERVER: dict[str, Any] = {"cwd": "/", "env": {"LC_ALL": "C"}}
 if os.geteuid() == 0:  # which PostgreSQL refuses
@@ -187,6 +190,40 @@ def start_pgserver(
         )
         primary.invoke("pg_ctl", "start")
         yield primary
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The nodes of a Citus cluster, of which the first is the coordinator."""
+
+    nodes: list[PgServer]
+
+    def create_database(self, name: str) -> list[str]:
+        """The URLs of a new empty database, one at each node."""
+        urls = [node.database_url(name) for node in self.nodes]
+        for node, url in zip(self.nodes, urls, strict=True):
+            node.execute(f"CREATE DATABASE {name} TEMPLATE template0")
+            execute(url, "CREATE EXTENSION citus")
+        first, *others = (f"'127.0.0.1', {node.port}" for node in self.nodes)
+        execute(urls[0], f"SELECT citus_set_coordinator_host({first})")
+        for other in others:
+            execute(urls[0], f"SELECT citus_add_node({other})")
+        return urls
+
+
+@contextmanager
+def start_cluster() -> Iterator[Cluster]:
+    """A coordinator and two workers."""
+    settings = {
+        "shared_preload_libraries": "citus",
+        "max_prepared_transactions": 200,
+        "wal_level": "logical",  # to move shards while they are in use
+        "citus.node_conninfo": "sslmode=disable",
+        "citus.enable_stat_counters": "on",
+    }
+    with ExitStack() as nodes:
+        start = partial(start_pgserver, CITUS[0], fsync="off", **settings)
+        yield Cluster([nodes.enter_context(start()) for _ in range(3)])
 
 
 def execute(database, statement):

@@ -1,0 +1,236 @@
+"""The service on a Citus cluster, and deploy/citus.sql, which spreads its tables."""
+
+import json
+import re
+import secrets
+from contextlib import ExitStack, closing
+
+import psycopg
+import pytest
+from rigs.conformance import CheckedClient
+from rigs.layouts import lay_out
+from rigs.outside import copy_service
+from rigs.pgserver import ANSWER, CITUS, execute, fails, lasts, start_cluster
+from rigs.running import (
+    BIN,
+    POINT,
+    PROJECTS,
+    ROOT,
+    environment_of,
+    run,
+    soon,
+    store_on,
+)
+
+from app import create_app
+from auth import digest
+from engines.backup import backup, restore
+from engines.base import Unavailable
+from store import Page
+
+if not CITUS:
+    pytest.skip("Citus is not installed", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with start_cluster() as cluster:
+        yield cluster
+
+
+def spread(url, status=0):
+    """What deploy/citus.sql prints, errors included, on the database at this node."""
+    command = [CITUS[0] / "psql", "--no-psqlrc", url, f"--file={ROOT}/deploy/citus.sql"]
+    ended = run(*command, status=status)
+    return ended.stdout + ended.stderr
+
+
+@pytest.fixture(scope="module")
+def nodes(cluster):
+    """The URLs of a database whose tables are spread, at each node."""
+    urls = cluster.create_database("gardening")
+    with closing(store_on(urls[0])) as store:
+        store.create()
+    spread(urls[0])
+    return urls
+
+
+@pytest.fixture
+def client_at():
+    """A test client of the service on this database, with a token of the account."""
+    with ExitStack() as stores:
+
+        def client_at(url, account="ann"):
+            app = create_app({"DATABASE": url})
+            app.test_client_class = CheckedClient
+            store = stores.enter_context(closing(app.extensions["store"]))
+            store.create()
+            token = secrets.token_hex()
+            store.add_token(account, digest(token))
+            client = app.test_client()
+            client.environ_base["HTTP_AUTHORIZATION"] = f"Bearer {token}"
+            return client
+
+        yield client_at
+
+
+def call_all(client):
+    """What each call of the API answers, without what differs from call to call."""
+    keyed = {"Idempotency-Key": secrets.token_hex()}
+    created = client.post(PROJECTS, json={"name": "Park", "location": POINT})
+    yield created
+    project_url, etag = created.headers["Location"], created.headers["ETag"]
+    yield client.post(PROJECTS, json={}, headers=keyed)
+    yield (kept := client.post(PROJECTS, json={}, headers=keyed))
+    yield client.post(PROJECTS, json={"name": "x"}, headers=keyed)
+    yield client.get(project_url)
+    yield client.get(project_url, headers={"If-None-Match": etag})
+    yield client.put(project_url, json={"name": "Wood"}, headers={"If-Match": etag})
+    yield client.put(project_url, json={"name": "late"}, headers={"If-Match": etag})
+    yield client.put(f"{project_url}0", json={})
+    whole = client.get(PROJECTS)
+    yield whole
+    known = {"If-None-Match": whole.headers["ETag"]}
+    yield client.get(PROJECTS, headers=known)
+    page = client.get(f"{PROJECTS}?size=1")
+    yield page
+    yield client.get(re.search("<(.*)>", page.headers["Link"])[1])
+    yield client.delete(project_url)
+    yield client.delete(project_url)
+    yield client.get(PROJECTS, headers=known)
+    yield client.delete(kept.headers["Location"])
+    yield client.post(PROJECTS, json={}, headers=keyed)
+
+
+def answers(client):
+    varying = r"[0-9a-f]{24}|\b1\d{12}\b|after=\d+"
+    return [(a.status_code, re.sub(varying, "…", a.text)) for a in call_all(client)]
+
+
+def counted(url):
+    """How many statements this node has sent to several, and how often it has called one."""
+    [row] = execute(
+        url,
+        """SELECT query_execution_multi_shard,
+            connection_establishment_succeeded + connection_reused
+        FROM citus_stat_counters WHERE name = current_database()""",
+    )
+    return row
+
+
+def test_calls_are_answered_alike_at_every_node_and_go_to_one(nodes, path, client_at):
+    """Often enough for psycopg, and then PostgreSQL, to prepare each statement."""
+    expected = answers(client_at(path))
+    for url in nodes:
+        client, other = client_at(url), client_at(url, "bob")
+        before, _ = counted(url)
+        for _ in range(12):
+            assert answers(client) == expected
+        several, called = counted(url)
+        assert several == before
+        for _ in range(12):
+            other.post(PROJECTS, json={})
+        assert counted(url)[1] <= called + 12
+
+
+def port_of(url, account):
+    """The port of the node that has the account."""
+    [(port,)] = execute(
+        url,
+        f"""SELECT nodeport FROM citus_shards
+        WHERE table_name = 'account'::regclass AND shardid =
+            get_shard_id_for_distribution_column('account', '{account}')""",
+    )
+    return port
+
+
+def test_node_that_is_down_takes_only_its_accounts_along(cluster, nodes, client_at):
+    lost = cluster.nodes[2]
+    names = [f"account {number}" for number in range(20)]
+    away = next(each for each in names if port_of(nodes[0], each) == lost.port)
+    here = next(each for each in names if port_of(nodes[0], each) != lost.port)
+    clients = [client_at(nodes[0], account) for account in (away, here)]
+    before = [client.post(PROJECTS, json={}).json for client in clients]
+    lost.kill()
+    try:
+        for _ in range(3):
+            for method in ("GET", "POST"):
+                with lasts(0, ANSWER):
+                    answer = clients[0].open(PROJECTS, method=method, json={})
+                assert answer.status_code == 503
+                assert answer.json["type"] == "about:blank"  # nothing was changed
+            assert clients[1].get(PROJECTS).json[0] == before[1]
+            assert clients[1].post(PROJECTS, json={}).status_code == 201
+        with closing(store_on(nodes[0])) as store, fails(Unavailable):
+            store.add_token("ann", b"new")
+    finally:
+        lost.invoke("pg_ctl", "start")
+    with closing(store_on(nodes[0])) as store:
+        soon(store.add_token, "ann", b"new")
+    assert clients[0].get(PROJECTS).json == [before[0]]
+
+
+def test_filled_database_is_spread_and_moves_to_either_engine(cluster, tmp_path):
+    urls = cluster.create_database("older")
+    with psycopg.connect(urls[0], autocommit=True) as raw:
+        lay_out(raw, 3)
+    file, told = str(tmp_path / "backup.db"), []
+    with closing(store_on(urls[0])) as store:
+        store.create()
+        spread(urls[0])
+        backup(store.engine, file)
+    new = cluster.create_database("new")
+    with closing(store_on(new[0])) as store:
+        store.create()
+    spread(new[0])
+    for target in (str(tmp_path / "gardening.db"), new[0]):
+        with closing(store_on(target)) as store:
+            restore(store.engine, file)
+    for url in (urls[1], str(tmp_path / "gardening.db"), new[0], new[1]):
+        with closing(store_on(url)) as store:
+            documents = [
+                store.list_projects(each).document for each in ("ann", "bob é")
+            ]
+            lists = [json.loads(document) for document in documents]
+            told.append((lists, store.list_accounts(), store.list_tokens()))
+            made = store.create_project("ann", {})
+            assert store.list_projects("ann", Page(0, 1, 5)).document.count(b"id") == 1
+            store.delete_project("ann", made.id)
+    assert told[0][1][0][:3] == ("ann", 2, 1)
+    assert told[1:] == told[:1] * 3
+
+
+def test_tables_are_spread_once_and_only_on_a_cluster(cluster, nodes):
+    alone = cluster.nodes[0].create_database()
+    assert "There are no tables here" in spread(alone, status=3)
+    with closing(store_on(alone)) as store:
+        store.create()
+    assert "This database is not on a cluster" in spread(alone, status=3)
+    shards = "SELECT * FROM citus_shards ORDER BY shardid"
+    before = execute(nodes[0], shards)
+    assert "The tables are spread already." in spread(nodes[0], status=3)
+    assert execute(nodes[0], shards) == before
+
+
+def test_next_layout_goes_through_the_coordinator(cluster, tmp_path):
+    urls = cluster.create_database("next")
+    with closing(store_on(urls[0])) as store:
+        store.create()
+    spread(urls[0])
+    copy_service(tmp_path)
+    for file, old, new in [
+        ("tables.py", "LAYOUT = 4", "LAYOUT = 5"),
+        ("postgres.py", "LAYOUT_4)", "LAYOUT_4, 'ALTER TABLE project ADD note text')"),
+    ]:
+        source = tmp_path / "engines" / file
+        text = source.read_text()
+        assert old in text
+        source.write_text(text.replace(old, new))
+    for number, status in [(1, 1), (0, 0), (1, 0), (2, 0)]:
+        command = [BIN / "flask", "account", "list"]
+        environment = environment_of(urls[number])
+        told = run(*command, folder=tmp_path, environment=environment, status=status)
+        reason = "connect to the coordinator to change the tables"
+        assert told.stderr == (f"Error: {reason}\n" if status else "")
+    with closing(store_on(urls[1])) as store, fails(Unavailable, "newer release"):
+        store.check()
