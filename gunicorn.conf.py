@@ -11,6 +11,7 @@ from gunicorn.workers.base import Worker
 
 CHECK_LIMIT = 3600  # seconds, as LONG in engines/base.py, for a new layout
 UNREAD_LIMIT = 64 * 1024  # bytes; gunicorn drains less than this of an unread body
+PREFIX = os.environ.get("GARDENING_PREFIX", "").rstrip("/")
 
 wsgi_app = "app:create_app()"
 bind = os.environ.get("GARDENING_BIND", "127.0.0.1:8000")
@@ -22,6 +23,8 @@ workers = int(os.environ.get("WEB_CONCURRENCY", 2 * (os.cpu_count() or 1)))
 # contend for the interpreter, and a mix of reads and writes gets slower.
 threads = 2
 keepalive = 75  # seconds, longer than the proxy's, so that the proxy closes first
+# SCRIPT_NAME, the prefix, would be one of them: a proxy may pass on what a client wrote.
+forwarder_headers = ""
 # Where the heartbeats of workers touch no disk.
 worker_tmp_dir = "/dev/shm" if os.path.isdir("/dev/shm") else None
 control_socket_disable = True  # there is one per user, so two instances would clash
@@ -48,9 +51,12 @@ def post_worker_init(worker: Any) -> None:
 def pre_request(worker: Worker, request: Any) -> None:
     """For the log, add the path as it was sent: gunicorn has it decoded, or with its query.
 
-    Announce a close where gunicorn would take an unread body for the next request.
+    Take the prefix off an address that has it; all others respond without it, too. Announce
+    a close where gunicorn would take an unread body for the next request.
     """
     headers = dict(request.headers)
+    if PREFIX and request.path.startswith(f"{PREFIX}/"):
+        request.headers.append(("SCRIPT_NAME", PREFIX))
     request.headers.append(("SENT-PATH", request.uri.partition("?")[0]))
     size = int(headers.get("CONTENT-LENGTH", 0))
     # Of a chunked body nobody knows the length.

@@ -6,8 +6,7 @@ import re
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
-from http.client import HTTPConnection
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,14 +63,23 @@ def test_settings_are_those_for_production(environment):
     assert (settings["bind"], settings["workers"]) == ("['0.0.0.0:8080']", "3")
 
 
-@pytest.mark.parametrize("proxies, status", [("127.0.0.1", 404), ("*", 200)])
-def test_prefix_is_taken_from_the_proxies_named(environment, path, proxies, status):
-    headers = {"Authorization": f"Bearer {token_on(path)}", "SCRIPT_NAME": "/garden"}
-    with gunicorn(environment | {"FORWARDED_ALLOW_IPS": proxies}) as (_, port):
-        proxy = HTTPConnection("127.0.0.1", port, LIMIT, ("127.0.0.2", 0))
-        with closing(proxy):
-            proxy.request("GET", f"/garden{PROJECTS}", headers=headers)
-            assert proxy.getresponse().status == status
+@pytest.mark.parametrize(
+    "prefix, status",
+    [("", 404), ("/garden", 200), ("/garden/", 200), ("/gar", 404), ("/x", 404)],
+)
+def test_prefix_is_that_of_the_settings(environment, path, prefix, status):
+    """Not that of a header, whoever is trusted to send one."""
+    token = token_on(path)
+    environment |= {"GARDENING_PREFIX": prefix, "FORWARDED_ALLOW_IPS": "*"}
+    with gunicorn(environment) as (_, port), Client(port, token) as client:
+        for sent in (None, "/garden", "/nowhere"):
+            headers = {"SCRIPT_NAME": sent} if sent else {}
+            for route in (PROJECTS, "/health"):
+                for address, expected in ((f"/garden{route}", status), (route, 200)):
+                    client.request("GET", address, None, client.authorization | headers)
+                    response = client.getresponse()
+                    response.read()
+                    assert response.status == expected
 
 
 class Shared(NamedTuple):

@@ -485,7 +485,7 @@ def test_log_tells_who_sent_a_wrong_token(machine):
     assert re.search(rf"{called} \d+ \d+ [0-9a-f]{{32}}$", logged)
 
 
-def test_prefix_and_origins_are_installed(machine):
+def test_prefix_and_origins_are_installed(machine, saved_settings):
     for heading in ("A prefix", "Other origins (CORS)"):
         paste_twice(machine, block(heading))
     origin = "https://app.example.org"

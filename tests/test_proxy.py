@@ -1,4 +1,4 @@
-"""The service behind a real nginx, with the files of deploy/."""
+"""The service behind real proxies, with the files of deploy/."""
 
 import gzip
 import http.client
@@ -6,6 +6,7 @@ import http.server
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -13,9 +14,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urljoin
 
 import pytest
-from rigs.nginx import HOST, add_http_2, assert_problem, needs_nginx, proxy
+from rigs.nginx import HOST, add_http_2, assert_problem
+from rigs.proxies import PROXIES, start_proxy
 from rigs.running import (
     LIMIT,
     PROJECTS,
@@ -23,14 +29,60 @@ from rigs.running import (
     Client,
     TLSClient,
     at_once,
+    environment_of,
     gunicorn,
     needs,
-    port_of,
     run,
+    token_on,
     wait_for,
 )
 
-pytestmark = needs_nginx
+# With a prefix and without, on one service.
+PREFIXES = pytest.mark.parametrize("prefix", ["", "/garden"])
+ON_NGINX = pytest.mark.parametrize("kind", PROXIES[:1], indirect=True)
+pytestmark = needs("openssl")
+
+
+@pytest.fixture(scope="module", params=PROXIES)
+def kind(request):
+    """The name of a proxy."""
+    return request.param
+
+
+class Service(NamedTuple):
+    """A running service with a prefix."""
+
+    port: int
+    database: str
+    log: Path
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("service")
+    database, file = str(folder / "gardening.db"), folder / "log"
+    environment = environment_of(database) | {"GARDENING_PREFIX": "/garden"}
+    with file.open("wb") as log, gunicorn(environment, stdout=log) as (_, port):
+        yield Service(port, database, file)
+
+
+@pytest.fixture(scope="module")
+def proxy(kind, service, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(kind)
+    with start_proxy(kind, folder, service.port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def account(service):
+    """The token of a new account."""
+    return token_on(service.database, secrets.token_hex())
+
+
+@pytest.fixture
+def client(proxy, account):
+    with TLSClient(proxy.port, account) as client:
+        yield client
 
 
 def mixed_load(
@@ -58,64 +110,119 @@ def mixed_load(
     return statuses
 
 
-def test_reload_drops_none_of_thousands_of_requests(environment, token, tmp_path):
+def test_reload_drops_no_request_and_doubles_none(kind, environment, token, tmp_path):
     def reload(number: int, turn: int) -> None:
-        if (number, turn) in [(0, 200), (0, 600)]:
+        if (number, turn) in [(0, 30), (0, 90)]:
             os.kill(process.pid, signal.SIGHUP)
 
     with (
         gunicorn(environment, TWO_WORKERS) as (process, upstream),
-        proxy(tmp_path, upstream) as nginx,
+        start_proxy(kind, tmp_path, upstream) as proxy,
     ):
-        statuses = mixed_load(nginx.port, token, 800, reload)
-    assert Counter(statuses) == {201: 1600, 200: 3200, 204: 1600}
+        statuses = mixed_load(proxy.port, token, 120, reload)
+        with TLSClient(proxy.port, token) as client:
+            assert client.call("GET", PROJECTS) == (200, [])
+    assert Counter(statuses) == {201: 240, 200: 480, 204: 240}
 
 
-def test_no_idle_connection_ends_in_a_502(environment, token, tmp_path):
+# Where the files have how long the proxy keeps an idle connection to the service.
+KEPT = {
+    "nginx": {"keepalive_timeout 60s": "keepalive_timeout 1s"},
+    "apache2": {"ttl=60": "ttl=1"},
+    "haproxy": {
+        "    server gardening": "    default-server pool-purge-delay 1s\n    server gardening"
+    },
+    "caddy": {"keepalive 60s": "keepalive 1s"},
+}
+
+
+def test_no_idle_connection_ends_in_a_502(kind, environment, token, tmp_path):
     def pause(number: int, turn: int) -> None:
         # Around what the proxy (1 s) and the service (2 s) keep an idle connection.
         time.sleep([0.95, 0.99, 1.0, 1.01, 1.05, 1.98, 2.0, 2.02][number])
 
     with (
         gunicorn(environment, "--keep-alive=2") as (_, upstream),
-        proxy(
-            tmp_path, upstream, {"keepalive_timeout 60s": "keepalive_timeout 1s"}
-        ) as nginx,
+        start_proxy(kind, tmp_path, upstream, KEPT[kind]) as proxy,
     ):
-        statuses = mixed_load(nginx.port, token, 4, pause)
-    assert len(statuses) == 32
-    assert set(statuses) == {200, 201, 204}
+        statuses = mixed_load(proxy.port, token, 3, pause)
+    assert len(statuses) == 24
+    assert set(statuses) == {200, 201}
 
 
-@pytest.mark.parametrize("prefix", ["", "/garden"])
-def test_location_leads_back_through_the_proxy(client, prefix):
-    _, headers, content = client.ask("POST", prefix + PROJECTS, {})
-    assert headers["Location"].startswith(f"{prefix}{PROJECTS}/")
-    assert client.call("GET", headers["Location"]) == (200, json.loads(content))
+@PREFIXES
+def test_every_call_of_the_api_passes(client, prefix):
+    hello = "/api/v1/hello-service"
+    assert client.call("GET", "/health") == (200, {"status": "ok"})
+    assert client.call("PURGE", f"{prefix}{hello}")[1]["requestMethod"] == "PURGE"
+    assert client.call("PUT", f"{prefix}{hello}/auth")[1]["isAuthenticated"]
+    assert client.call("GET", f"{prefix}/openapi.json")[0] == 200
+    status, headers, content = client.ask("POST", f"{prefix}{PROJECTS}", {"name": "é"})
+    project_url, project = headers["Location"], json.loads(content)
+    assert status == 201
+    assert project_url == f"{prefix}{PROJECTS}/{project['id']}"
+    assert client.call("GET", project_url) == (200, project)
+    client.call("POST", f"{prefix}{PROJECTS}", {})
+    status, headers, content = client.ask("GET", f"{prefix}{PROJECTS}?size=1")
+    assert json.loads(content)["projectList"] == [project]
+    target = re.fullmatch(r'<(.*)>; rel="next"', headers["Link"])[1]
+    assert urljoin(f"{prefix}{PROJECTS}?size=1", target).startswith(f"{prefix}/api/")
+    assert client.call("GET", target)[1]["total"] == 2
+    status, changed = client.call("PUT", project_url, {"name": None})
+    assert (status, changed["version"]) == (200, 2)
+    assert client.call("GET", f"{prefix}{PROJECTS}/a%2Fb")[0] == 404
+    assert client.call("DELETE", project_url) == (204, None)
+    assert client.call("GET", project_url)[0] == 404
 
 
-@pytest.fixture(scope="module")
-def upstream(gardening_service):
-    """The port of a running service."""
-    return port_of(gardening_service.url)
+def test_no_header_of_a_client_sets_the_prefix_or_its_address(client, service):
+    for path in ("/health", "/garden/health", "/api/health"):
+        plain = client.fetch("GET", path)
+        for start in ("/x", "/api", "/garden", "/health"):
+            headers = {"SCRIPT_NAME": start, "X-Forwarded-For": "192.0.2.1"}
+            client.request("GET", path, headers=headers)
+            response = client.getresponse()
+            assert (response.status, response.read()) == (plain[0], plain[2])
+    assert "192.0.2.1" not in service.log.read_text()
 
 
-@pytest.fixture(scope="module")
-def log(tmp_path_factory):
-    """Where nginx writes its log."""
-    return tmp_path_factory.mktemp("nginx") / "access.log"
+@pytest.mark.parametrize("chunked", [False, True], ids=["length", "chunked"])
+def test_body_of_64_kib_passes_and_no_longer_one(client, chunked):
+    for size, status in ((65_536, 201), (65_537, 413)):
+        body = b"{}".ljust(size)
+        response = client.fetch(
+            "POST",
+            PROJECTS,
+            iter([body]) if chunked else body,
+            Content_Type="application/json",
+        )
+        assert response[0] == status
+    assert_problem(response, 413)
+    assert len(client.call("GET", PROJECTS)[1]) == 1
 
 
-@pytest.fixture(scope="module")
-def nginx(log, upstream):
-    with proxy(log.parent, upstream) as nginx:
-        yield nginx
-
-
-@pytest.fixture
-def client(nginx, gardening):
-    with TLSClient(nginx.port, gardening.token) as client:
-        yield client
+@pytest.mark.parametrize(
+    "lines",
+    [
+        f"Content-Length: 60000\r\n\r\n{'x' * 30_000}",
+        "Content-Length: 60000\r\nExpect: 100-continue\r\n\r\n",
+        f"Transfer-Encoding: chunked\r\n\r\nea60\r\n{'x' * 30_000}",
+    ],
+    ids=["length", "expect", "chunked"],
+)
+def test_slow_uploads_hold_up_nobody(proxy, account, lines):
+    head = f"POST {PROJECTS} HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"
+    with ExitStack() as uploads:
+        for _ in range(12):
+            upload = uploads.enter_context(TLSClient(proxy.port, account))
+            upload.connect()
+            authorization = f"Authorization: Bearer {account}\r\n"
+            upload.sock.sendall(f"{head}{authorization}{lines}".encode())
+        started = time.monotonic()
+        with TLSClient(proxy.port, account) as client:
+            assert client.fetch("GET", "/health")[0] == 200
+        # Mostly a tenth of a second; ten and more where the service waits for the bodies.
+        assert time.monotonic() - started < 5
 
 
 @pytest.mark.parametrize("version", ["1.22.1", "1.24.0", "1.26.3", "1.29.0", "1.30.2"])
@@ -134,14 +241,15 @@ def test_http_2_is_turned_on_as_each_version_of_nginx_wants_it(tmp_path, version
         assert snippet.read_text() == "http2 on;\n"
 
 
-def test_http_leads_to_https(nginx):
-    with Client(nginx.plain_port, "x") as client:
+def test_http_leads_to_https(proxy):
+    with Client(proxy.plain_port, "x") as client:
         client.request("POST", PROJECTS + "?page=1", "{}", {"Host": HOST})
         response = client.getresponse()
         assert response.status == 308
         assert response.headers["Location"] == f"https://{HOST}{PROJECTS}?page=1"
 
 
+@ON_NGINX
 @pytest.mark.parametrize("size", [64 * 1024 + 1, 100_000, 1_000_000])
 @pytest.mark.parametrize("chunked", [False, True])
 def test_long_body_is_refused_by_nginx(client, size, chunked):
@@ -150,6 +258,7 @@ def test_long_body_is_refused_by_nginx(client, size, chunked):
     assert client.call("GET", PROJECTS) == (200, [])
 
 
+@ON_NGINX
 @pytest.mark.parametrize(
     "method, path, headers, status",
     [
@@ -169,6 +278,7 @@ def test_refusal_of_nginx_is_a_problem_document(client, method, path, headers, s
     assert "Retry-After" not in response[1]
 
 
+@ON_NGINX
 @pytest.mark.parametrize(
     "request_line", ["nonsense", "GET / HTTP/3.0", "GET /\x01 HTTP/1.1", "\x16\x03"]
 )
@@ -181,26 +291,31 @@ def test_refusal_of_what_is_no_request_is_a_problem_document(client, request_lin
     assert_problem(received, 505 if "3.0" in request_line else 400)
 
 
-def test_http_on_the_port_of_https_is_a_problem_document(nginx):
-    with Client(nginx.port, "x") as client:
+@ON_NGINX
+def test_http_on_the_port_of_https_is_a_problem_document(proxy):
+    with Client(proxy.port, "x") as client:
         assert_problem(client.fetch("GET", PROJECTS), 400)
 
 
-def test_defect_of_nginx_is_a_problem_document(upstream, tmp_path):
-    with proxy(tmp_path, upstream) as nginx, TLSClient(nginx.port, "x") as client:
+@ON_NGINX
+def test_defect_of_nginx_is_a_problem_document(kind, service, tmp_path):
+    with (
+        start_proxy(kind, tmp_path, service.port) as proxy,
+        TLSClient(proxy.port, "x") as client,
+    ):
         client.call("GET", PROJECTS)
         shutil.rmtree(tmp_path / "body")  # where nginx keeps bodies of over 16 KiB
         assert_problem(client.fetch("POST", PROJECTS, b"x" * 60_000), 500)
 
 
-def test_errors_of_the_service_pass_as_they_are(client, upstream, gardening):
+def test_errors_of_the_service_pass_as_they_are(client, service, account):
     asked = [
         ("GET", "/x", None),
         ("PUT", "/openapi.json", None),
         ("POST", PROJECTS, b"{"),
         ("POST", PROJECTS, b'{"nam": 1}'),
     ]
-    with Client(upstream, gardening.token) as direct:
+    with Client(service.port, account) as direct:
         for call in asked:
             passed, sent = (
                 each.fetch(*call, Content_Type="application/json")
@@ -213,23 +328,14 @@ def test_errors_of_the_service_pass_as_they_are(client, upstream, gardening):
     assert (status, headers["WWW-Authenticate"]) == (401, 'Bearer realm="gardening"')
 
 
-@pytest.mark.parametrize(
-    "start", ["//garden", "/./garden", "/x/../garden", "/%67arden"]
-)
-def test_odd_path_under_a_prefix_is_tidied(client, start):
-    assert client.fetch("GET", start + PROJECTS)[::2] == (200, b"[]")
-    status, headers, _ = client.fetch(
-        "POST", start + PROJECTS, "{}", Content_Type="application/json"
-    )
-    assert status == 201
-    assert headers["Location"].startswith(f"/garden{PROJECTS}/")
-
-
 ODD_PATHS = "/a%2Fb /a%20b /a%0D%0AX-Forged:%20x /a%250A /a%3Fpage=1 /a%23b /a%FF%C2%9B"
 ODD_PATHS += " /a%00 /%2e%2e/%2E%2E //a /./a /../../../../../a /a;b=c /%zz /%"
 
 
-@pytest.mark.parametrize("prefix", ["", "/garden"])
+@ON_NGINX
+@pytest.mark.parametrize(
+    "prefix", ["", "/garden", "//garden", "/./garden", "/%67arden"]
+)
 @pytest.mark.parametrize("rest", ODD_PATHS.split())
 def test_odd_path_is_a_sane_problem(client, prefix, rest):
     response = client.fetch("GET", prefix + PROJECTS + rest)
@@ -245,8 +351,8 @@ def long_project(client):
     return client.call("POST", PROJECTS, members)[1]
 
 
-@pytest.mark.parametrize("prefix", ["", "/garden"])
-def test_long_list_is_compressed_and_its_etag_weak(client, long_project, prefix):
+@PREFIXES
+def test_long_list_is_compressed_and_its_etag_known(client, long_project, prefix):
     for path, expected in {
         PROJECTS: [long_project],
         f"{PROJECTS}?page=0": {"projectList": [long_project], "page": 0, "size": 20}
@@ -257,13 +363,12 @@ def test_long_list_is_compressed_and_its_etag_weak(client, long_project, prefix)
         assert (status, headers["Content-Encoding"]) == (200, "gzip")
         assert len(content) < 1000
         assert json.loads(gzip.decompress(content)) == expected
-        assert headers["ETag"].startswith('W/"')
         assert "Accept-Encoding" in headers["Vary"]
         known = accepted | {"If_None_Match": headers["ETag"]}
         assert client.fetch("GET", prefix + path, **known)[0] == 304
 
 
-@pytest.mark.parametrize("prefix", ["", "/garden"])
+@PREFIXES
 def test_page_of_the_documentation_is_compressed(client, prefix):
     pytest.importorskip("flask_swagger_ui")
     path = f"{prefix}/docs/files/swagger-ui.css"
@@ -271,21 +376,33 @@ def test_page_of_the_documentation_is_compressed(client, prefix):
     assert (status, headers["Content-Encoding"]) == (200, "gzip")
 
 
-@pytest.mark.parametrize("prefix", ["", "/garden", "//garden", "/garden/."])
+@PREFIXES
 @pytest.mark.parametrize("encoding", ["gzip", "br, gzip;q=0.5, *"])
-def test_etag_of_a_project_is_never_weakened(client, long_project, prefix, encoding):
+def test_etag_of_a_project_matches_whatever_is_compressed(
+    client, long_project, prefix, encoding
+):
     project_url = f"{prefix}{PROJECTS}/{long_project['id']}"
     accepted = {"Accept_Encoding": encoding}
-    if prefix == "/garden/.":
-        project_url = project_url.replace("projects/", "projects%2F")
     status, headers, content = client.fetch("GET", project_url, **accepted)
+    if headers["Content-Encoding"] == "gzip":
+        content = gzip.decompress(content)
     assert (status, json.loads(content)) == (200, long_project)
-    assert headers["ETag"].startswith('"')
+    known = accepted | {"If_None_Match": headers["ETag"]}
+    assert client.fetch("GET", project_url, **known)[0] == 304
     strong = {"If_Match": headers["ETag"], "Content_Type": "application/json"}
     assert client.fetch("PUT", project_url, "{}", **accepted, **strong)[0] == 200
     assert client.fetch("DELETE", project_url, **accepted, **strong)[0] == 412
 
 
+def test_etag_of_a_new_project_matches(client):
+    body = json.dumps({"name": "😀" * 1000})
+    asked = {"Accept_Encoding": "gzip", "Content_Type": "application/json"}
+    _, headers, _ = client.fetch("POST", PROJECTS, body, **asked)
+    asked["If_Match"] = headers["ETag"]
+    assert client.fetch("DELETE", headers["Location"], **asked)[0] == 204
+
+
+@ON_NGINX
 def test_short_response_is_not_compressed(client):
     client.call("POST", PROJECTS, {"name": "x" * 1000})
     _, headers, _ = client.fetch("GET", PROJECTS, Accept_Encoding="gzip")
@@ -293,56 +410,54 @@ def test_short_response_is_not_compressed(client):
     assert not headers["ETag"].startswith("W/")
 
 
-@pytest.mark.parametrize("path, status", [(PROJECTS, 200), ("/x", 404), ("/%00", 400)])
-def test_response_has_the_id_that_nginx_logs_beside_the_address(
-    client, log, path, status
+@PREFIXES
+@pytest.mark.parametrize("path, status", [(PROJECTS, 200), ("/x", 404)])
+def test_response_has_the_id_that_both_logs_have(
+    client, proxy, service, prefix, path, status
 ):
-    found, headers, _ = client.fetch("GET", path, X_Request_Id="of the client")
+    found, headers, _ = client.fetch("GET", prefix + path, X_Request_Id="of the client")
     assert found == status
     id = headers["X-Request-Id"]
-    assert re.fullmatch("[0-9a-f]{32}", id)
-    # nginx writes the line once it has sent the response.
-    line = wait_for(lambda: re.search(f".*{id}.*", log.read_text()))
-    assert re.fullmatch(rf"\S+ 127\.0\.0\.1 {id} {status} \d+ [\d.]+", line[0])
+    assert re.fullmatch(r"[\w@-]{24,36}", id)
+    # They are written once the response has been sent.
+    line = wait_for(lambda: re.search(f".*{id}.*", proxy.log.read_text()))[0]
+    assert "127.0.0.1" in line and str(status) in line
+    assert wait_for(
+        lambda: re.search(f" {status} .* {id}$", service.log.read_text(), re.MULTILINE)
+    )
 
 
-def test_service_logs_the_id_that_nginx_returns(environment, token, tmp_path):
-    file = tmp_path / "service.log"
-    with (
-        file.open("wb") as log,
-        gunicorn(environment, stdout=log) as (_, upstream),
-        proxy(tmp_path, upstream) as nginx,
-        TLSClient(nginx.port, token) as client,
-    ):
-        ids = [
-            client.fetch("GET", prefix + PROJECTS)[1]["X-Request-Id"]
-            for prefix in ("", "/garden")
-        ]
-    logged = [line.split() for line in file.read_text().splitlines()]
-    assert [(line[0], line[-1]) for line in logged] == [('"ann/1"', id) for id in ids]
+@ON_NGINX
+def test_refusal_of_nginx_has_an_id_as_well(client, proxy):
+    found, headers, _ = client.fetch("GET", "/%00")
+    assert found == 400
+    id = headers["X-Request-Id"]
+    line = wait_for(lambda: re.search(f".*{id}.*", proxy.log.read_text()))
+    assert re.fullmatch(rf"\S+ 127\.0\.0\.1 {id} 400 \d+ [\d.]+", line[0])
 
 
-def test_browsers_are_told_to_keep_to_https(client, nginx):
-    for path in (PROJECTS, "/gardening-problem"):
+def test_browsers_are_told_to_keep_to_https(client, proxy):
+    for path in (PROJECTS, "/x"):
         _, headers, _ = client.fetch("GET", path)
         assert headers["Strict-Transport-Security"] == "max-age=31536000"
-    with Client(nginx.plain_port, "x") as plain:  # where RFC 6797 7.2 forbids it
+    with Client(proxy.plain_port, "x") as plain:  # where RFC 6797 7.2 forbids it
         assert "Strict-Transport-Security" not in plain.fetch("GET", PROJECTS)[1]
 
 
 @needs("curl")
 @pytest.mark.parametrize("version", ["1.1", "2"])
-@pytest.mark.parametrize(
-    "host, port", [("127.0.0.1", "port"), ("[::1]", "port_of_ipv6")]
-)
-def test_https_is_served_over_both_protocols(nginx, gardening, version, host, port):
-    url = f"https://{host}:{getattr(nginx, port)}{PROJECTS}"
-    token = f"Authorization: Bearer {gardening.token}"
+def test_https_is_served_over_both_protocols(proxy, account, version):
+    hosts = {"127.0.0.1": proxy.port, "[::1]": proxy.port_of_ipv6}
+    token = f"Authorization: Bearer {account}"
     served = " %{http_code} %{http_version}"
-    curl = ["curl", "-sSk", f"--http{version}", "-w", served, "-H", token, url]
-    assert run(*curl).stdout == f"[] 200 {version}"
+    for host, port in hosts.items():
+        if port:
+            url = f"https://{host}:{port}{PROJECTS}"
+            curl = ["curl", "-sSk", f"--http{version}", "-w", served, "-H", token, url]
+            assert run(*curl).stdout == f"[] 200 {version}"
 
 
+@ON_NGINX
 @needs("curl")
 @pytest.mark.parametrize(
     "path, options, status",
@@ -353,8 +468,8 @@ def test_https_is_served_over_both_protocols(nginx, gardening, version, host, po
         (PROJECTS, ["-X", "TRACE"], 405),
     ],
 )
-def test_refusal_over_http_2_is_a_problem_document(nginx, path, options, status):
-    url = f"https://127.0.0.1:{nginx.port}{path}"
+def test_refusal_over_http_2_is_a_problem_document(proxy, path, options, status):
+    url = f"https://127.0.0.1:{proxy.port}{path}"
     curl = ["curl", "-sSki", "--http2", *options, url]
     head, _, content = run(*curl, input="x" * 100_000).stdout.partition("\n\n")
     start, *lines = head.splitlines()
@@ -365,8 +480,7 @@ def test_refusal_over_http_2_is_a_problem_document(nginx, path, options, status)
     assert_problem((status, headers, content.encode()), status)
 
 
-@pytest.mark.parametrize("prefix", ["", "/garden"])
-def test_no_request_is_sent_twice(tmp_path, prefix):
+def test_no_request_is_sent_twice(kind, tmp_path):
     """Not even where the service closes a kept-alive connection without a response."""
     received, connections = [], []
 
@@ -391,9 +505,12 @@ def test_no_request_is_sent_twice(tmp_path, prefix):
     listener = socket.create_server(("127.0.0.1", 0))
     upstream = listener.getsockname()[1]
     threading.Thread(target=accept, daemon=True).start()
-    with proxy(tmp_path, upstream) as nginx, TLSClient(nginx.port, "x") as client:
+    with start_proxy(kind, tmp_path, upstream) as proxy:
         for method in ("POST", "PUT", "DELETE"):
-            assert client.fetch("GET", prefix + PROJECTS)[0] == 200
-            assert client.fetch(method, prefix + PROJECTS)[0] == 502
-    assert len(connections) == 3  # each was kept after its GET
+            with TLSClient(proxy.port, "x") as client:
+                assert client.fetch("GET", PROJECTS)[0] == 200
+                with suppress(ConnectionError):  # Apache and HAProxy just close
+                    assert client.fetch(method, PROJECTS)[0] == 502
+    # Mostly 3: kept after a GET, which Apache may do too late for the next request.
+    assert len(connections) < 6
     assert received == [b"GET", b"POST", b"GET", b"PUT", b"GET", b"DELETE"]

@@ -1,4 +1,4 @@
-"""The page /docs/, in a browser, alone and behind nginx; and what leads to it."""
+"""The page /docs/, in a browser, alone and behind proxies; and what leads to it."""
 
 import json
 import shutil
@@ -8,14 +8,14 @@ from typing import Any
 from urllib.request import urlopen
 
 import pytest
-from rigs.nginx import HOST, assert_problem, needs_nginx, proxy
-from rigs.running import BIN, LIMIT, PROJECTS, Client, flask_run, port_of, run
+from rigs.nginx import HOST, assert_problem
+from rigs.proxies import PROXIES, start_proxy
+from rigs.running import BIN, LIMIT, PROJECTS, Client, flask_run, gunicorn, port_of, run
 
 from auth import digest
 
 # The headless shell is the same browser without its windows, and takes less time.
 CHROMIUM = shutil.which("chromium-headless-shell") or shutil.which("chromium")
-UNDER_A_PREFIX = pytest.param("under_a_prefix", marks=needs_nginx)
 
 
 @pytest.fixture
@@ -24,32 +24,26 @@ def database(path):
 
 
 @pytest.fixture
-def upstream(gardening):
-    return port_of(gardening.url)
+def upstream(environment):
+    with gunicorn(environment | {"GARDENING_PREFIX": "/garden"}) as (_, port):
+        yield port
 
 
 @pytest.fixture
-def client(upstream, gardening):
-    """Past nginx and the browser."""
-    with Client(upstream, gardening.token) as client:
+def client(upstream, token):
+    """Past the proxy and the browser."""
+    with Client(upstream, token) as client:
         yield client
 
 
 @pytest.fixture
-def alone(gardening):
-    return gardening.url
-
-
-@pytest.fixture
-def under_a_prefix(upstream, tmp_path):
-    with proxy(tmp_path, upstream) as nginx:
-        yield f"https://{HOST}:{nginx.port}/garden"
-
-
-@pytest.fixture
-def base(request):
+def base(request, upstream, tmp_path):
     """The address of the service, without a slash at the end."""
-    return request.getfixturevalue(request.param)
+    if request.param == "alone":
+        yield f"http://127.0.0.1:{upstream}"
+    else:
+        with start_proxy(request.param, tmp_path, upstream) as proxy:
+            yield f"https://{HOST}:{proxy.port}/garden"
 
 
 @pytest.fixture(scope="module")
@@ -100,13 +94,13 @@ def docs(page, base):
     assert wrong == []
 
 
-@pytest.mark.parametrize("base", ["alone", UNDER_A_PREFIX], indirect=True)
-def test_address_leads_to_a_page_that_calls_the_service(docs, base, gardening, client):
+@pytest.mark.parametrize("base", ["alone", *PROXIES], indirect=True)
+def test_address_leads_to_a_page_that_calls_the_service(docs, base, token, client):
     assert docs.url == f"{base}/docs/"
     assert docs.evaluate("window.innerWidth") == 390
     docs.get_by_role("button", name="Authorize", exact=True).click()
     dialog = docs.locator(".dialog-ux")
-    dialog.get_by_role("textbox").fill(gardening.token)
+    dialog.get_by_role("textbox").fill(token)
     dialog.get_by_role("button", name="Apply credentials").click()
     dialog.get_by_role("button", name="Close").last.click()
     create = docs.locator("#operations-projects-createProject")

@@ -68,8 +68,11 @@ def check_response(method, path, status, headers, content):
     described = {n: resolve(h) for n, h in response.get("headers", {}).items()}
     required = {name for name, header in described.items() if header.get("required")}
     called = f"{method} {path}: {status}"
-    assert required <= HEADERS & set(headers.keys()) <= set(described), called
-    for name in described.keys() & headers.keys():
+    # Proxies write their names in other cases.
+    assert (
+        required <= {name for name in HEADERS if name in headers} <= set(described)
+    ), called
+    for name in filter(headers.__contains__, described):
         check_text(headers[name], described[name]["schema"], f"{called}, {name}")
     if method != "HEAD" and "content" in response:
         [(media_type, media)] = response["content"].items()

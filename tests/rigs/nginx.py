@@ -61,6 +61,18 @@ class Proxy(NamedTuple):
     plain_port_of_ipv6: int
     port: int  # of https
     port_of_ipv6: int
+    log: Path
+
+
+def certify(folder: Path) -> dict[str, str]:
+    """Create a certificate by the page's own lines, and say where it is."""
+    places = {
+        "/etc/ssl/certs/gardening.pem": f"{folder}/certificate.pem",
+        "/etc/ssl/private/gardening.key": f"{folder}/key.pem",
+    }
+    script, _ = blocks("docs/operations.md", "nginx")
+    run("sh", "-c", replaced(script, places))
+    return places
 
 
 @contextmanager
@@ -70,23 +82,17 @@ def proxy(
     changes: dict[str, str] | None = None,
     origin: str | None = None,
 ) -> Iterator[Proxy]:
-    """nginx with deploy/nginx.conf, a prefix, and an origin if one is named.
+    """nginx with deploy/nginx.conf, and an origin if one is named.
 
     It stands in front of the port `upstream`, and writes its log to `folder`/access.log.
     """
     deploy, snippets = ROOT / "deploy", folder / "snippets"
     snippets.mkdir()
-    shutil.copy(deploy / "nginx-prefix.conf", snippets / "gardening-prefix.conf")
     if origin:
         cors = (deploy / "nginx-cors.conf").read_text()
         cors = replaced(cors, {"https://app.example.org": origin})
         (snippets / "gardening-cors.conf").write_text(cors)
-    places = {
-        "/etc/ssl/certs/gardening.pem": f"{folder}/certificate.pem",
-        "/etc/ssl/private/gardening.key": f"{folder}/key.pem",
-    }
-    certify, _ = blocks("docs/operations.md", "nginx")
-    run("sh", "-c", replaced(certify, places))
+    places = certify(folder)
     configuration = replaced(
         add_http_2(snippets),
         places
@@ -127,7 +133,7 @@ def proxy(
             pass_fds=descriptors,
         )
     try:
-        yield Proxy(*ports)
+        yield Proxy(*ports, folder / "access.log")
     finally:
         process.terminate()
         process.wait(LIMIT)
