@@ -113,7 +113,7 @@ def curl(machine, path, *options, token=None, address="http://127.0.0.1:8000"):
     return int(status), json.loads(content) if content else None
 
 
-def curl_through_nginx(machine, path, *options, token):
+def curl_through_the_proxy(machine, path, *options, token):
     address = f"https://{HOST}"
     trust = "--cacert /etc/ssl/certs/gardening.pem"
     place = f"--resolve {HOST}:443:127.0.0.1"
@@ -154,7 +154,7 @@ def main_pid(machine):
 def test_first_token_is_one_of_the_service(machine):
     token = machine.paste(f"cd / && {block('First token')}").splitlines()[0]
     hello = "/api/v1/hello-service/auth"
-    assert curl_through_nginx(machine, hello, "-X PUT", token=token)[0] == 200
+    assert curl_through_the_proxy(machine, hello, "-X PUT", token=token)[0] == 200
 
 
 @needs("systemd-analyze")
@@ -475,7 +475,7 @@ def test_log_tells_who_sent_a_wrong_token(machine):
     machine.paste(f"cp {log} /tmp/ && truncate -s 0 {log}")
     script = block("Watch", "journalctl")
     assert machine.paste(script) == ""
-    curl_through_nginx(machine, f"{PROJECTS}/wrong", token="wrong")
+    curl_through_the_proxy(machine, f"{PROJECTS}/wrong", token="wrong")
     # Both are written after the response.
     wait_for(lambda: machine.paste(f"cat {log}"))
     wait_for(lambda: "/wrong" in machine.paste("journalctl -u gardening -n 5"))
@@ -496,6 +496,26 @@ def test_prefix_and_origins_are_installed(machine, saved_settings):
         f"until {request} >/tmp/answer && {found}; do sleep 0.1; done; cat /tmp/answer"
     )
     assert "HTTP/2 200" in printed
+
+
+@pytest.mark.parametrize(
+    "heading, program",
+    [
+        pytest.param(heading, program, marks=needs(program))
+        for heading, program in {
+            "Apache": "apache2",
+            "HAProxy": "haproxy",
+            "Caddy": "caddy",
+        }.items()
+    ],
+)
+def test_another_proxy_takes_the_place_of_nginx(machine, token, heading, program):
+    paste_twice(machine, block(heading))
+    try:
+        hello = "/api/v1/hello-service/auth"
+        assert curl_through_the_proxy(machine, hello, "-X PUT", token=token)[0] == 200
+    finally:
+        machine.paste(f"systemctl stop {program} && systemctl enable --now nginx")
 
 
 @pytest.fixture
