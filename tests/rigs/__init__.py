@@ -13,6 +13,7 @@ for name in [name for name in os.environ if name.startswith(SETTINGS)]:
 # Before they are imported: what fails in them is told as in a test.
 pytest.register_assert_rewrite(
     "rigs.conformance",
+    "rigs.history",
     "rigs.machine",
     "rigs.nginx",
     "rigs.pgserver",

@@ -1,0 +1,218 @@
+"""What the clients of two services see, while everything around these two fails."""
+
+import os
+import random
+import signal
+import sqlite3
+import time
+from collections import Counter
+from contextlib import ExitStack, closing
+
+import pytest
+from rigs.history import Call, check, record
+from rigs.running import (
+    TWO_WORKERS,
+    Client,
+    environment_of,
+    gunicorn,
+    token_on,
+    wait_for,
+    workers,
+)
+
+
+def project(id, version):
+    members = {"name": f"{id}{version}", "postal_code": f"{id}1"}
+    return {"id": id, "version": version, **members}
+
+
+P1, P2, P3, P4 = (project("p", version) for version in (1, 2, 3, 4))
+Q1, Q2 = (project("q", version) for version in (1, 2))
+FIRST = '"1-1"'
+BEFORE = [
+    Call("POST", "", 0, 1, 201, P1, name="p1", key="p1"),
+    Call("POST", "", 0, 1, 201, Q1, name="q1"),
+    Call("PUT", "/p", 2, 3, 200, P2, name="p2", condition=FIRST),
+]
+GOOD = [
+    Call("PUT", "/p", 2, 3, 412, name="no", condition=FIRST),
+    Call("GET", "", 2, 3, 200, [P1, Q1], '"a"'),
+    Call("GET", "", 2, 3, 200, [P2, Q1], '"b"'),
+    Call("GET", "", 2, 3, 304, condition='"a"'),
+    Call("PUT", "/p", 4, name="p3"),
+    Call("PUT", "/q", 4, name="q2"),
+    Call("PUT", "/p", 4, 9, 200, P4, name="p4"),
+    Call("GET", "/q", 4, 5, 200, Q2),
+    Call("DELETE", "/p", 6, 8, 204),
+    Call("GET", "", 6, 7, 200, [Q2], '"c"'),
+    Call("POST", "", 8, 9, 409, name="p1", key="p1"),
+]
+BAD = {
+    "lost update": [
+        Call("PUT", "/p", 2, 3, 200, P3, name="p3", condition=FIRST),
+        "not what If-Match names",
+    ],
+    "gap": [Call("PUT", "/p", 4, 5, 200, P4, name="p4"), "a version is missing"],
+    "two of one version": [
+        Call("PUT", "/p", 2, 3, 200, P2 | {"name": "x"}, name="x"),
+        "one version, two contents",
+    ],
+    "stale read": [Call("GET", "/p", 4, 5, 200, P1), "at no moment"],
+    "effect of what was refused": [
+        Call("PUT", "/p", 4, 5, 503, name="p3"),
+        Call("GET", "/p", 6, 7, 200, P3),
+        "refused",
+    ],
+    "return of the deleted": [
+        Call("DELETE", "/p", 4, 5, 204),
+        Call("GET", "/p", 6, 7, 200, P2),
+        "at no moment",
+    ],
+    "two of one key": [
+        Call("POST", "", 4, 5, 201, P1 | {"id": "r"}, name="p1", key="p1"),
+        "one POST or key, two Projects",
+    ],
+    "two lists of one ETag": [
+        Call("GET", "", 2, 3, 200, [P1, Q1], '"a"'),
+        Call("GET", "", 2, 3, 200, [P2, Q1], '"a"'),
+        "one ETag, two contents",
+    ],
+    "list of two moments": [
+        Call("PUT", "/q", 4, 5, 200, Q2, name="q2"),
+        Call("GET", "", 2, 6, 200, [P1, Q2], '"a"'),
+        "at no moment",
+    ],
+}
+
+
+def test_history_that_could_have_been_passes():
+    check(BEFORE + GOOD)
+
+
+@pytest.mark.parametrize("history", BAD.values(), ids=BAD)
+def test_history_that_could_not_have_been_is_noticed(history):
+    *calls, found = history
+    with pytest.raises(AssertionError, match=found):
+        check(BEFORE + calls)
+
+
+class Services:
+    """Two gunicorns on one database, and what can happen to them."""
+
+    def __init__(self, database):
+        self.environment, self.running = environment_of(database), ExitStack()
+        self.ports = []
+
+    def __enter__(self):
+        options = [TWO_WORKERS, "--log-level=critical"]
+        started = [
+            self.running.enter_context(gunicorn(self.environment, *options, *more))
+            for more in ([], ["--preload"])
+        ]
+        self.processes, self.ports[:] = zip(*started, strict=True)
+        for port in self.ports:
+            with Client(port, "x") as client:  # which waits until it has started
+                client.call("GET", "/api/v1/hello-service")
+        return self
+
+    def __exit__(self, *_):
+        self.running.close()
+
+    def start_again(self):
+        """After all have been killed at once: none is left that has the database open."""
+        for process in self.processes:
+            os.killpg(process.pid, signal.SIGKILL)
+        self.running.close()
+        self.__enter__()
+
+    def kill_a_worker(self):
+        os.kill(self.worker(), signal.SIGKILL)
+
+    def stop_a_worker(self):
+        worker = self.worker()
+        os.kill(worker, signal.SIGSTOP)
+        time.sleep(1)
+        os.kill(worker, signal.SIGCONT)
+
+    def reload(self):
+        os.kill(random.choice(self.processes).pid, signal.SIGHUP)
+
+    def worker(self):
+        service = random.choice(self.processes)
+        return random.choice(wait_for(lambda: workers(service.pid)))
+
+    def history(self, token, *faults):
+        """What clients call while one of the faults happens after the other."""
+
+        rounds = []
+
+        def cause():
+            rounds.append(faults)
+            for fault in faults:
+                fault()
+                time.sleep(0.5)  # without a fault
+
+        calls = record(self.ports, [token], cause)
+        figures = Counter((call.method, call.status) for call in calls)
+        print(len(calls), "calls,", len(rounds), "times all faults:", figures)
+        assert len(calls) > 200 and figures["PUT", 200] > 50
+        assert all(process.poll() is None for process in self.processes)
+        return calls
+
+
+def test_history_on_sqlite(path):
+    """It begins with two services that create the file."""
+
+    def lock():
+        """As another program may do, for longer than a request waits."""
+        with closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            time.sleep(1.2)
+
+    with Services(path) as two:
+        faults = two.kill_a_worker, two.stop_a_worker, two.reload, two.start_again
+        check(two.history(token_on(path), *faults, lock))
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+        assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
+
+
+def test_history_on_postgresql(fragile):
+    """With a synchronous standby, which takes over in the middle."""
+    from rigs.pgserver import ANSWER, BACKENDS
+
+    def terminate():
+        """While commits wait for the standby: they have been made, and nobody knows."""
+        receiver = standby.execute("SELECT pid FROM pg_stat_wal_receiver")
+        send(signal.SIGSTOP, receiver)
+        time.sleep(0.2)
+        server[0].execute(f"SELECT pg_terminate_backend(pid) {BACKENDS}")
+        send(signal.SIGCONT, receiver)
+
+    def send(number, processes):
+        for (pid,) in processes:
+            os.kill(pid, number)
+
+    def crash():
+        server[0].kill()
+        server[0].invoke("pg_ctl", "start")
+
+    def fail_over():
+        if server == [fragile]:
+            state = "SELECT sync_state FROM pg_stat_replication"
+            wait_for(lambda: fragile.execute(state) == [("sync",)])
+            fragile.kill()
+            standby.invoke("pg_ctl", "promote")
+            server[:] = [standby]
+
+    with fragile.standby() as standby:
+        standby.configure(wal_retrieve_retry_interval="50ms")  # after a crash; else 5 s
+        standby.invoke("pg_ctl", "reload")
+        server = [fragile]
+        hosts = f"127.0.0.1:{standby.port},127.0.0.1:{fragile.port}"
+        database = f"postgresql://postgres@{hosts}/postgres"
+        with Services(database) as two:
+            faults = two.kill_a_worker, two.reload, terminate, crash, fail_over
+            calls = two.history(token_on(database), *faults)
+        check(calls)
+        assert max(call.end - call.start for call in calls if call.status) < ANSWER
