@@ -1,25 +1,40 @@
 """The service on a Citus cluster, and deploy/citus.sql, which spreads its tables."""
 
 import json
+import random
 import re
 import secrets
-from contextlib import ExitStack, closing
+import time
+from collections import Counter
+from contextlib import ExitStack, closing, suppress
 
 import psycopg
 import pytest
 from rigs.conformance import CheckedClient
+from rigs.history import check, record
 from rigs.layouts import lay_out
 from rigs.outside import copy_service
-from rigs.pgserver import ANSWER, CITUS, execute, fails, lasts, start_cluster
+from rigs.pgserver import (
+    ANSWER,
+    BACKENDS,
+    CITUS,
+    execute,
+    fails,
+    lasts,
+    start_cluster,
+)
 from rigs.running import (
     BIN,
     POINT,
     PROJECTS,
     ROOT,
+    TWO_WORKERS,
     environment_of,
+    gunicorn,
     run,
     soon,
     store_on,
+    token_on,
 )
 
 from app import create_app
@@ -168,6 +183,59 @@ def test_node_that_is_down_takes_only_its_accounts_along(cluster, nodes, client_
     with closing(store_on(nodes[0])) as store:
         soon(store.add_token, "ann", b"new")
     assert clients[0].get(PROJECTS).json == [before[0]]
+
+
+@pytest.fixture
+def services(nodes):
+    """The ports of two services, which ask the coordinator and a node that stays."""
+    with ExitStack() as running:
+        ports = []
+        for url in nodes[:2]:
+            options = [TWO_WORKERS, "--log-level=critical"]
+            service = gunicorn(environment_of(url), *options)
+            ports.append(running.enter_context(service)[1])
+        yield ports
+
+
+def test_history_while_a_node_crashes_and_accounts_move(cluster, nodes, services):
+    accounts = ["ann", "bob", "eve", "zoe"]
+    tokens = [token_on(nodes[0], account) for account in accounts]
+    _, stays, crashes = (node.port for node in cluster.nodes)
+    happened = Counter()
+
+    def crash():
+        cluster.nodes[2].kill()
+        time.sleep(0.5)
+        cluster.nodes[2].invoke("pg_ctl", "start")
+
+    def move():
+        """To the other node, while it is in use."""
+        account = random.choice(accounts)
+        from_port = port_of(nodes[0], account)
+        to_port = stays if from_port == crashes else crashes
+        execute(
+            nodes[0],
+            f"""SELECT citus_move_shard_placement(
+                get_shard_id_for_distribution_column('account', '{account}'),
+                '127.0.0.1', {from_port}, '127.0.0.1', {to_port})""",
+        )
+
+    def end_sessions():
+        execute(nodes[2], f"SELECT pg_terminate_backend(pid) {BACKENDS}")
+
+    def fault():
+        for each in (move, end_sessions, crash):
+            with suppress(psycopg.Error):  # a node that has just crashed
+                each()
+                happened[each.__name__] += 1
+            time.sleep(0.5)
+
+    calls = record(services, tokens, fault, seconds=15)
+    check(calls)
+    figures = Counter((call.method, call.status) for call in calls)
+    print(len(calls), figures, happened)
+    assert len(calls) > 200 and figures["PUT", 200] > 50 and figures["GET", 503]
+    assert happened["move"] and happened["crash"] and happened["end_sessions"]
 
 
 def test_filled_database_is_spread_and_moves_to_either_engine(cluster, tmp_path):
