@@ -22,19 +22,17 @@ MAX_DAYS = 1_000_000  # 2,700 years; dates end with the year 9999
 
 
 class Command(click.Command):
-    """Says in one line, without usage or traceback, what went wrong as it ran."""
+    """Says in one line, without a traceback, what went wrong as it ran."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except click.UsageError as error:
-            raise click.ClickException(error.format_message()) from error
         except (BadName, BadBackup, Unavailable) as error:
             raise click.ClickException(str(error)) from error
 
 
 class Group(Command, AppGroup):
-    """Says the same of its commands, and of how they were called."""
+    """Says the same of its commands."""
 
 
 account_commands = Group("account", help="List and delete accounts.")
@@ -86,9 +84,9 @@ def revoke_token(id: int | None, account: str | None) -> None:
     if (id is None) == (account is None):
         raise click.UsageError("Give either the ID of a token or --account.")
     if id is not None and not store.revoke_token(id):
-        raise click.UsageError(f"There is no token with the ID {id}.")
+        raise click.ClickException(f"There is no token with the ID {id}.")
     if account is not None and not store.revoke_tokens(account_name(account)):
-        raise click.UsageError(f"The account {account} has no tokens.")
+        raise click.ClickException(f"The account {account} has no tokens.")
 
 
 @account_commands.command("list")
@@ -113,7 +111,7 @@ def delete_account(account: str, yes: bool) -> None:
     store, name = current_store(), account_name(account)
     found = [each for each in store.list_accounts() if each.name == name]
     if not found:
-        raise click.UsageError(f"There is no account {name}.")
+        raise click.ClickException(f"There is no account {name}.")
     if not yes:
         [(_, projects, tokens, _)] = found
         numbers = f"Projects ({projects}) and tokens ({tokens})"
