@@ -5,7 +5,7 @@ Swagger UI's files are those of flask-swagger-ui; the page around them is our ow
 
 from pathlib import Path
 
-from flask import Blueprint, Flask, Response, redirect, request
+from flask import Blueprint, Flask, Response, redirect
 
 POLICY = (  # Content Security Policy, level 3
     "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
@@ -43,20 +43,10 @@ def add_to(app: Flask, title: str) -> None:
     docs.add_url_rule(
         "/start.js", "start", lambda: Response(START, mimetype="text/javascript")
     )
-    docs.before_request(ignore_dates)
     docs.after_request(add_policy)
     app.register_blueprint(docs, url_prefix="/docs")
     app.add_url_rule("/", "index", lambda: redirect("docs/"))
     app.add_url_rule("/docs", "index")
-
-
-def ignore_dates() -> None:
-    """Leave caching to ETags: Werkzeug raises OverflowError for dates far ahead.
-
-    With If-Range goes the Range that it would hold back.
-    """
-    for name in ("HTTP_IF_MODIFIED_SINCE", "HTTP_IF_RANGE", "HTTP_RANGE"):
-        request.environ.pop(name, None)
 
 
 def add_policy(response: Response) -> Response:

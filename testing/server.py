@@ -65,7 +65,7 @@ class Server(BaseApplication):
             arbiter.kill_workers(signal.SIGKILL)
             os._exit(0)
 
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
+        for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, end)
         # SIGTTIN would also stop a job in the background that reads its terminal.
         for number in (signal.SIGTTIN, signal.SIGTTOU, signal.SIGUSR2, signal.SIGWINCH):
