@@ -17,7 +17,7 @@ import commands
 import problems
 import swagger
 from auth import current_store, token_required
-from engines.sqlite import SQLite
+from engines import engine_on
 from reading import (
     MAX_CONTENT_LENGTH,
     read_key,
@@ -44,7 +44,12 @@ def create_app(config: Mapping[str, Any] | None = None) -> Flask:
     app.config["PROVIDE_AUTOMATIC_OPTIONS"] = False
     app.config["DATABASE"] = os.environ.get("FLASK_DATABASE", "")
     app.config.update(config or {})
-    app.extensions["store"] = store_on(app)
+    default = os.path.join(app.instance_path, "gardening.db")
+    try:
+        engine = engine_on(str(app.config["DATABASE"] or ""), default)  # a Path will do
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+    app.extensions["store"] = Store(engine)
     app.url_map.merge_slashes = False  # "a//b" is not redirected to "a/b"
     app.register_blueprint(api)
     # Without methods, a Rule takes them all.
@@ -54,26 +59,6 @@ def create_app(config: Mapping[str, Any] | None = None) -> Flask:
     swagger.add_to(app, TITLE)
     commands.add_to(app)
     return app
-
-
-def store_on(app: Flask) -> Store:
-    """The store on the database that the setting names, or in the instance folder."""
-    database = str(app.config["DATABASE"] or "")  # a Path will do
-    if not database:
-        file = os.path.join(app.instance_path, "gardening.db")
-        return Store(SQLite(file, makes_folder=True))
-    scheme, separator, _ = database.partition("://")
-    if not separator:
-        return Store(SQLite(database))
-    if scheme != "postgresql":
-        forms = "the path of a file or start with postgresql://"
-        raise click.ClickException(f"FLASK_DATABASE must be {forms}, not {scheme}://")
-    try:
-        from engines.postgres import PostgreSQL
-    except ImportError as error:
-        needed = "install psycopg[binary], or this package with the extra postgres"
-        raise click.ClickException(f"for PostgreSQL, {needed}") from error
-    return Store(PostgreSQL(database))
 
 
 def hello() -> dict[str, Any]:
@@ -121,7 +106,7 @@ def list_projects(account: str) -> Response:
     page, store = read_page(), current_store()
     if "If-None-Match" in request.headers:
         etag = store.list_etag(account, page)
-        if is_known(etag):
+        if is_up_to_date(etag):
             return not_modified(etag)  # without having rendered the list
     projects = store.list_projects(account, page)
     response = respond(projects.etag, projects.document)
@@ -135,7 +120,7 @@ def list_projects(account: str) -> Response:
 def get_project(account: str, id: str) -> Response:
     """Return one Project."""
     project = current_store().get_project(account, id)
-    if is_known(project.etag):
+    if is_up_to_date(project.etag):
         return not_modified(project.etag)
     return respond(project.etag, project.document)
 
@@ -162,8 +147,8 @@ def delete_project(account: str, id: str) -> Response:
     return response
 
 
-def is_known(etag: str) -> bool:
-    """Whether the caller has it already (RFC 9110 13.1.2)."""
+def is_up_to_date(etag: str) -> bool:
+    """Whether the caller has what this ETag names (RFC 9110 13.1.2)."""
     # Parsed only if it was sent: parsing costs a twentieth of a read.
     sent = "If-None-Match" in request.headers
     return sent and request.if_none_match.contains_weak(etag)

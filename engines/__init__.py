@@ -1,1 +1,25 @@
-"""The databases that can keep the Projects: one SQLite file, or a PostgreSQL server."""
+"""The databases that can keep the Projects: one SQLite file, or PostgreSQL."""
+
+from engines.base import Engine
+from engines.sqlite import SQLite
+
+
+def engine_on(database: str, default: str) -> Engine:
+    """The engine on the database that a setting names, or on the file at `default`.
+
+    Raises ValueError for a setting that names none.
+    """
+    if not database:
+        return SQLite(default, makes_folder=True)
+    scheme, separator, _ = database.partition("://")
+    if not separator:
+        return SQLite(database)
+    if scheme != "postgresql":
+        forms = "the path of a file or start with postgresql://"
+        raise ValueError(f"FLASK_DATABASE must be {forms}, not {scheme}://")
+    try:
+        from engines.postgres import PostgreSQL
+    except ImportError as error:
+        needed = "install psycopg[binary], or this package with the extra postgres"
+        raise ValueError(f"for PostgreSQL, {needed}") from error
+    return PostgreSQL(database)
