@@ -14,8 +14,9 @@ from werkzeug.exceptions import HTTPException
 from engines.base import OutcomeUnknown, Unavailable
 from store import KeyReused, KeySpent, NotFound, Stale
 
-RETRY = {"Retry-After": "5"}  # seconds
-# RFC 9110's phrases, where that of a Python is older.
+RETRY_AFTER = 5  # seconds; deploy/nginx.conf says the same
+RETRY = {"Retry-After": str(RETRY_AFTER)}
+# RFC 9110's phrases, where an older Python has older ones.
 TITLES = {413: "Content Too Large", 422: "Unprocessable Content"}
 DETAILS = {  # in place of Werkzeug's
     404: "There is no such path.",

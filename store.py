@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-from engines import tables
-from engines.base import LONG, Engine, Values
+from engines import statements, tables
+from engines.base import LONG, Engine, Parameters
 
 
 class NotFound(Exception):
@@ -124,10 +124,10 @@ class Store:
         values["revision"] = secrets.token_hex(8)
         if key is None:
             return Project(*self.engine.write(self.engine.CREATE, values)[0])
-        digest = digest_of(columns)
+        digest = fingerprint(columns)
         claim = {"account": account, "key": key, "digest": digest, "project": id}
         with self.engine.transaction() as connection:
-            [(first_id, first_digest)] = connection.fetch(tables.CLAIM_KEY, claim)
+            [(first_id, first_digest)] = connection.fetch(statements.CLAIM_KEY, claim)
             if first_id == id:
                 return Project(*connection.fetch(self.engine.CREATE, values)[0])
         # A key whose Project is gone is spent, whatever members come with it.
@@ -167,7 +167,7 @@ class Store:
         Any change gives the account's lists new ETags, and old ones never return. The
         exception: an account that was deleted has those of one without a first Project.
         """
-        rows = self.engine.read(tables.REVISION, {"account": account})
+        rows = self.engine.read(statements.REVISION, {"account": account})
         return etag_of(rows[0][0] if rows else None, page)
 
     def list_projects(self, account: str, page: Page | None = None) -> ProjectList:
@@ -192,48 +192,48 @@ class Store:
         now = self._now()
         values = {"account": account, "digest": digest, "now": now}
         values["expires_at"] = None if days is None else now + days * DAY
-        [(id,)] = self.engine.write(tables.ADD_TOKEN, values)
+        [(id,)] = self.engine.write(statements.ADD_TOKEN, values)
         return int(id)
 
     def find_caller(self, digest: bytes) -> Caller | None:
         """Who calls with this token; None if it is unknown or has expired."""
         values = {"digest": digest, "now": self._now()}
-        rows = self.engine.read(tables.FIND_TOKEN, values)
+        rows = self.engine.read(statements.FIND_TOKEN, values)
         return Caller(*rows[0]) if rows else None
 
     def list_tokens(self) -> list[Token]:
         """Every token, in the order of the ids."""
-        return [Token(*row) for row in self.engine.read(tables.TOKENS, {})]
+        return [Token(*row) for row in self.engine.read(statements.TOKENS, {})]
 
     def revoke_token(self, id: int) -> bool:
         """Make a token invalid; False if there is none with this id."""
-        return bool(self.engine.write(tables.REVOKE_TOKEN, {"id": id}))
+        return bool(self.engine.write(statements.REVOKE_TOKEN, {"id": id}))
 
     def revoke_tokens(self, account: str) -> bool:
         """Make all tokens of the account invalid; False if it has none."""
-        return bool(self.engine.write(tables.REVOKE_TOKENS, {"account": account}))
+        return bool(self.engine.write(statements.REVOKE_TOKENS, {"account": account}))
 
     def has_account(self, name: str) -> bool:
         """Whether `list_accounts` has it."""
-        return bool(self.engine.read(tables.FIND_ACCOUNT, {"name": name}))
+        return bool(self.engine.read(statements.FIND_ACCOUNT, {"name": name}))
 
     def list_accounts(self) -> list[Account]:
         """Every account, in the order of the names."""
-        return [Account(*row) for row in self.engine.read(tables.ACCOUNTS, {})]
+        return [Account(*row) for row in self.engine.read(statements.ACCOUNTS, {})]
 
     def delete_account(self, name: str) -> None:
         """Delete the account and all that is its own, if there is one."""
         with self.engine.transaction(LONG) as connection:
-            for sql in tables.DELETE_ACCOUNT:
+            for sql in statements.DELETE_ACCOUNT:
                 connection.fetch(sql, {"name": name})
 
-    def _change(self, sql: str, values: Values, condition: Precondition) -> Any:
+    def _change(self, sql: str, values: Parameters, condition: Precondition) -> Any:
         if_match, if_none_match = condition
         values["now"] = self._now()
         values["revision"] = secrets.token_hex(8)
-        values["if_match"] = None if if_match is None else as_json(if_match)
+        values["if_match"] = None if if_match is None else json.dumps(if_match)
         # None, so that the database parses nothing.
-        values["if_none_match"] = as_json(if_none_match) if if_none_match else None
+        values["if_none_match"] = json.dumps(if_none_match) if if_none_match else None
         rows = self.engine.write(sql, values)
         if not rows:
             # This raises NotFound, unless it is only the ETag that did not match.
@@ -245,14 +245,9 @@ class Store:
         return int(self._clock() * 1000)
 
 
-def identity(account: str, id: str) -> Values:
+def identity(account: str, id: str) -> Parameters:
     # PostgreSQL refuses U+0000. No id has a "?", so this one is not found, either.
     return {"account": account, "id": id.replace("\0", "?")}
-
-
-def as_json(etags: Collection[str]) -> str:
-    """The ETags as JSON, without any that holds U+0000: PostgreSQL would refuse it."""
-    return json.dumps([etag for etag in etags if "\0" not in etag])
 
 
 def etag_of(revision: str | None, page: Page | None) -> str:
@@ -261,7 +256,7 @@ def etag_of(revision: str | None, page: Page | None) -> str:
     return f"{revision or ''}-{'-'.join(numbers)}"
 
 
-def as_columns(members: Members) -> Values:
+def as_columns(members: Members) -> Parameters:
     """The members as they are stored. Raises KeyError for one that cannot be set."""
     columns = dict(members)
     for name, value in members.items():
@@ -270,7 +265,7 @@ def as_columns(members: Members) -> Values:
     return columns
 
 
-def digest_of(columns: Values) -> bytes:
+def fingerprint(columns: Parameters) -> bytes:
     """A SHA-256 digest of the members, to compare requests with the same key.
 
     It is the same in every release: a member that came after 1.2.0 counts only if it is

@@ -12,8 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from engines import tables
-from engines.base import Engine, Unavailable
+from engines import statements, tables
+from engines.base import LONG, Engine, Session, Unavailable
 from engines.files import new_file
 from engines.sqlite import SQLite
 
@@ -33,7 +33,9 @@ def backup(engine: Engine, path: str, progress: Progress = silent) -> None:
     """Write a copy of this moment to a new SQLite file. Raises Unavailable."""
     try:
         with new_file(path) as unnamed:
-            if not engine.save(unnamed):
+            if isinstance(engine, SQLite):
+                engine.save(unnamed)
+            else:
                 # By way of another file, since an engine leaves a -lock beside its own.
                 with (
                     scratch(os.path.dirname(unnamed)) as folder,
@@ -113,24 +115,26 @@ def copy_file(path: str, to: str) -> None:
 def copy_rows(source: Engine, target: Engine, progress: Progress) -> None:
     """Copy the rows of every table, in one transaction on each side.
 
-    What is counted, is counted anew; and the lists get new ETags, since nobody knows
-    what else than the service has written to the source.
+    What is counted, is counted anew. The lists get new ETags, since nobody knows what else
+    than the service has written to the source.
     """
-    # An error of either passes through both: each engine knows its own alone.
-    with source.session(writes=False) as rows, target.filling() as filled:
+    # An error of either engine passes through both: each one recognizes only its own.
+    with (
+        Session(source, source.readers) as rows,
+        target.transaction(LONG) as filled,
+    ):
         rows.begin_snapshot()
-        for table, columns in tables.COLUMNS.items():
+        for table in tables.COLUMNS:
             if filled.fetch(f"SELECT 1 FROM {table} LIMIT 1", {}):
                 raise Unavailable("the database to fill is not empty")
+        for table, columns in tables.COLUMNS.items():
+            filled.fetch(f"DELETE FROM {table}", {})  # what triggers have written
             [(count,)] = rows.fetch(f"SELECT count(*) FROM {table}", {})
             select = f"SELECT {', '.join(columns)} FROM {table}"
             show = progress if table == "project" else silent  # the others are short
             # Closed before its connection, also after a row that was refused.
             with closing(show(rows.stream(select), count)) as shown:
                 filled.insert(table, columns, shown)
-        for (last,) in rows.fetch(source.LAST_TOKEN, {}):
-            for sql in target.SET_LAST_TOKEN:
-                filled.fetch(sql, {"last": last})
-        for sql in tables.RECOUNT:
+        for sql in (*target.AFTER_FILLING, *statements.RECOUNT):
             filled.fetch(sql, {"revision": secrets.token_hex(8)})
         rows.commit()

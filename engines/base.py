@@ -1,4 +1,4 @@
-"""What an engine is: the statements of one kind of database, and its connections.
+"""What an engine is: the statements of one kind of database, and a pool of connections.
 
 It knows no rule of the store, and depends on no database.
 """
@@ -11,11 +11,12 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import TracebackType
 from typing import Any, Protocol
 
 from engines.tables import LAYOUT
 
-Values = dict[str, Any]  # the parameters of a statement, by name
+Parameters = dict[str, Any]  # of a statement, by name
 Rows = list[Any]
 LONG = 3600  # seconds that a command may take; a request gets far fewer
 TRIAL = 5.0  # seconds after which another caller may try, though a trial has not ended
@@ -39,10 +40,10 @@ class Connection(Protocol):
     # statement outside of a transaction.
     is_committing: bool
 
-    def fetch(self, sql: str, values: Values) -> Rows:
+    def fetch(self, sql: str, parameters: Parameters) -> Rows:
         """All rows of a statement, which is a transaction unless `begin` was called."""
 
-    def write(self, sql: str, values: Values) -> Rows:
+    def write(self, sql: str, parameters: Parameters) -> Rows:
         """The same for one that writes, outside of a transaction."""
 
     def begin(self, seconds: int) -> None:
@@ -64,13 +65,41 @@ class Connection(Protocol):
         """Add the rows to a table."""
 
 
+class Breaker:
+    """A circuit breaker: once a caller has waited in vain, it refuses the others.
+
+    While it is closed, all may pass. It opens for `pause` seconds, in which nobody may.
+    Then it is half-open: one caller may try, and the others once that has succeeded.
+    """
+
+    def __init__(self, pause: float) -> None:
+        self._pause = pause
+        self._retry_at = 0.0  # on the clock of time.monotonic(); 0: it is closed
+
+    def enter(self) -> None:
+        """Raises Unavailable for a caller who may not pass."""
+        if self._retry_at:
+            now = time.monotonic()
+            if now < self._retry_at:
+                raise Unavailable("another caller has just waited in vain")
+            self._retry_at = now + TRIAL
+
+    def open(self) -> None:
+        self._retry_at = time.monotonic() + self._pause
+
+    def close(self) -> None:
+        self._retry_at = 0.0
+
+
 class Engine(ABC):
-    """A database. Its idle connections are kept by process id: after a fork, the child
-    opens connections of its own.
+    """A database.
+
+    Its idle connections are kept by process id. After a fork, the child neither uses nor
+    closes those of its parent.
     """
 
     TABLES: str  # of the current layout
-    UPGRADES: tuple[str, ...]  # the steps to it: from layout 1 to 2, from 2 to 3, …
+    MIGRATIONS: tuple[str, ...]  # to it: from layout 1 to 2, from 2 to 3, …
     # The next three return Projects: the id, the ETag and the JSON document.
     GET: str
     CREATE: str
@@ -81,16 +110,13 @@ class Engine(ABC):
     LIST: str
     PAUSE = 1.0  # seconds for which callers are refused after one has waited in vain
     # For backup and restore alone:
-    LAST_TOKEN: str  # the highest id that a token has had, if there was one
-    SET_LAST_TOKEN: tuple[str, ...]
+    AFTER_FILLING: tuple[str, ...] = ()  # statements
     ERROR: type[Exception]  # the base of the driver's errors
     folder: str | None = None  # where the database is, if it is a file
 
     def __init__(self) -> None:
         self.idle: dict[int, list[Connection]] = defaultdict(list)
-        # After one has waited in vain, readers (False) or writers (True) are refused until
-        # this time. Then one of them tries, and the others once it succeeds. 0: all is well.
-        self._retry_at = {False: 0.0, True: 0.0}
+        self.readers, self.writers = Breaker(self.PAUSE), Breaker(self.PAUSE)
         weakref.finalize(self, close_idle, self.idle)  # at the latest as Python exits
 
     @abstractmethod
@@ -107,13 +133,13 @@ class Engine(ABC):
         OutcomeUnknown only for a change that `may_last`.
         """
 
-    def turn(self) -> AbstractContextManager[None]:
-        """What a writer waits for before it writes. By default, nothing."""
-        return nullcontext()
-
     @abstractmethod
     def waited_in_vain(self, error: BaseException) -> bool:
         """Whether the error says so; then others need not wait as well."""
+
+    def write_lock(self) -> AbstractContextManager[None]:
+        """What a writer holds while it writes. By default, nothing."""
+        return nullcontext()
 
     def create(self) -> None:
         """Create the database, unless there is one. Raises Unavailable.
@@ -122,30 +148,21 @@ class Engine(ABC):
         commands `token create` and `restore`. A backup or a worker that created one would
         hide that a database was lost.
         """
-        self.idle[os.getpid()].append(self.open(writes=True, creates=True))
+        self.idle[os.getpid()].append(self.open(self.writers, creates=True))
 
     def check(self) -> None:
         """Raises Unavailable if the database cannot be read now."""
         self.read("SELECT id FROM token LIMIT 1", {})
 
-    def read(self, sql: str, values: Values) -> Rows:
+    def read(self, sql: str, parameters: Parameters) -> Rows:
         """All rows of a statement. Raises Unavailable."""
-        # Not in a session(), which is a generator: that costs a tenth of a read.
-        connection = self.take(writes=False)
-        try:
-            rows = connection.fetch(sql, values)
-        except BaseException as error:
-            connection.close()
-            self.fail(error, writes=False, may_last=False)
-            raise
-        self._retry_at[False] = 0.0
-        self.idle[os.getpid()].append(connection)
-        return rows
+        with Session(self, self.readers) as connection:
+            return connection.fetch(sql, parameters)
 
-    def write(self, sql: str, values: Values) -> Rows:
+    def write(self, sql: str, parameters: Parameters) -> Rows:
         """The same for one that writes. Raises OutcomeUnknown as well."""
-        with self.session(writes=True) as connection, self.turn():
-            return connection.write(sql, values)
+        with Session(self, self.writers) as connection, self.write_lock():
+            return connection.write(sql, parameters)
 
     @contextmanager
     def transaction(self, seconds: int = 0) -> Iterator[Connection]:
@@ -153,84 +170,61 @@ class Engine(ABC):
 
         They may take so many seconds, or as long as a request.
         """
-        with self.session(writes=True) as connection, self.turn():
+        with Session(self, self.writers) as connection, self.write_lock():
             connection.begin(seconds)
             yield connection
             connection.commit()
 
-    @contextmanager
-    def session(self, writes: bool) -> Iterator[Connection]:
-        """A connection for a while. After an error it is closed, and an outage raised."""
-        connection = self.take(writes)
-        try:
-            yield connection
-        except BaseException as error:
-            connection.close()
-            self.fail(error, writes, may_last=writes and connection.is_committing)
-            raise
-        self._retry_at[writes] = 0.0
-        self.idle[os.getpid()].append(connection)
-
-    def take(self, writes: bool) -> Connection:
+    def acquire(self, breaker: Breaker) -> Connection:
         """An idle connection, or a new one. Raises Unavailable."""
-        if self._retry_at[writes]:
-            now = time.monotonic()
-            if now < self._retry_at[writes]:
-                raise Unavailable("another caller has just waited in vain")
-            self._retry_at[writes] = now + TRIAL  # this caller tries, the others do not
+        breaker.enter()
+        return self.take_idle() or self.open(breaker)
+
+    def take_idle(self) -> Connection | None:
         try:
             return self.idle[os.getpid()].pop()
-        except IndexError:  # none is left
-            return self.open(writes)
+        except IndexError:
+            return None
 
-    def open(self, writes: bool, creates: bool = False) -> Connection:
+    def open(self, breaker: Breaker, creates: bool = False) -> Connection:
         """A new connection. Raises Unavailable."""
         try:
             return self.connect(creates)
         except BaseException as error:
-            self.fail(error, writes, may_last=False)
+            self.on_error(error, breaker, may_last=False)
             raise
 
-    def fail(self, error: BaseException, writes: bool, may_last: bool) -> None:
-        """Note whether others must pause; raise the outage that the error means, if any."""
-        is_pause = self.waited_in_vain(error)
-        self._retry_at[writes] = time.monotonic() + self.PAUSE if is_pause else 0.0
+    def on_error(self, error: BaseException, breaker: Breaker, may_last: bool) -> None:
+        """Open or close the breaker; raise the outage that the error means, if any."""
+        if self.waited_in_vain(error):
+            breaker.open()
+        else:
+            breaker.close()
         if outage := self.outage(error, may_last):
             raise outage from error
 
-    def steps_from(
+    def migrations_from(
         self, layout: int | None, is_empty: bool, creates: bool
     ) -> tuple[str, ...]:
-        """The steps to the current layout, from this one or from no tables at all.
+        """The migrations to the current layout, from this one or from no tables at all.
 
         `layout` is None for the database of another program. Raises Unavailable for
         that, for the layout of a newer release, and for no tables unless it `creates`.
         """
         if is_empty:
             if not creates:
-                raise Unavailable(
-                    "the database is empty; a start of the service creates its tables"
-                )
+                hint = "a start of the service creates its tables"
+                raise Unavailable(f"the database is empty; {hint}")
             return (self.TABLES,)
         if layout is None or layout < 1:
             raise Unavailable("the database was made by another program")
         if layout > LAYOUT:
             raise Unavailable("the database was made by a newer release")
-        return self.UPGRADES[layout - 1 :]
+        return self.MIGRATIONS[layout - 1 :]
 
     def close(self) -> None:
         """Close the connections that are idle; the engine can go on, with new ones."""
         close_idle(self.idle)
-
-    # The rest is for backup and restore alone.
-
-    def filling(self) -> AbstractContextManager[Connection]:
-        """A transaction that fills empty tables."""
-        return self.transaction(LONG)
-
-    def save(self, path: str) -> bool:
-        """Copy the database to this empty SQLite file; False if this engine cannot."""
-        return False
 
 
 def close_idle(idle: dict[int, list[Connection]]) -> None:
@@ -242,3 +236,32 @@ def close_idle(idle: dict[int, list[Connection]]) -> None:
         except IndexError:  # another thread has taken the last one
             return
         connection.close()
+
+
+class Session:
+    """A connection for a while. After an error it is closed, and an outage raised.
+
+    It is a class, since a generator in its place costs a tenth of a read.
+    """
+
+    def __init__(self, engine: Engine, breaker: Breaker) -> None:
+        self._engine, self._breaker = engine, breaker
+
+    def __enter__(self) -> Connection:
+        self._connection = self._engine.acquire(self._breaker)
+        return self._connection
+
+    def __exit__(
+        self,
+        _type: type[BaseException] | None,
+        error: BaseException | None,
+        _traceback: TracebackType | None,
+    ) -> None:
+        engine, connection = self._engine, self._connection
+        if error is None:
+            self._breaker.close()
+            engine.idle[os.getpid()].append(connection)
+            return
+        connection.close()
+        writes = self._breaker is engine.writers
+        engine.on_error(error, self._breaker, writes and connection.is_committing)

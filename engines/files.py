@@ -89,7 +89,7 @@ class DatabaseFile:
                 os.makedirs(os.path.dirname(self.path))
         create_empty(self._target)
 
-    def check(self, outage: type[Unavailable] = Unavailable) -> None:
+    def check_identity(self, outage: type[Unavailable] = Unavailable) -> None:
         """Raise this outage if the name leads to no file, or to another one by now."""
         try:
             found = os.stat(self.path)

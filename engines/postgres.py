@@ -3,6 +3,7 @@
 It holds what differs from SQLite, and no rule of the store.
 """
 
+import math
 import re
 import select
 import time
@@ -15,8 +16,9 @@ import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
 from engines import tables
-from engines.base import LONG, Engine, OutcomeUnknown, Rows, Unavailable, Values
+from engines.base import LONG, Engine, OutcomeUnknown, Parameters, Rows, Unavailable
 
+KEPT = 16_384  # bytes of a document that a cursor may keep
 TIMEOUT = 4.5  # seconds for a statement or a transaction, once connected
 CONNECT_TIMEOUT = 2  # seconds for each host; libpq takes no less
 STATEMENT_TIMEOUT = 4  # seconds, after which the server itself gives up
@@ -64,15 +66,15 @@ CREATE TRIGGER project_insert AFTER INSERT ON project REFERENCING NEW TABLE AS c
 CREATE TRIGGER project_delete AFTER DELETE ON project REFERENCING OLD TABLE AS changed
     FOR EACH STATEMENT EXECUTE FUNCTION count_projects();
 """
-LAYOUT_2 = translate(tables.KEY_TABLE)
-LAYOUT_3 = f"""
+TO_LAYOUT_2 = translate(tables.KEY_TABLE)
+TO_LAYOUT_3 = f"""
 ALTER TABLE account ALTER created SET DEFAULT 0;
 ALTER TABLE account ADD COLUMN projects bigint NOT NULL DEFAULT 0;
 {tables.COUNT_PROJECTS};
 {COUNT_FOR_OTHERS}
 {TRIGGERS}
 """
-LAYOUT_4 = f"""
+TO_LAYOUT_4 = f"""
 ALTER TABLE part DROP CONSTRAINT part_project_fkey, DROP CONSTRAINT part_pkey, ADD account text;
 UPDATE part SET account = project.account FROM project WHERE project.id = part.project;
 ALTER TABLE part ALTER account SET NOT NULL, ADD PRIMARY KEY (account, id);
@@ -86,7 +88,7 @@ CREATE INDEX part_project ON part (account, project);
 MARK = "Gardening Project Service, layout "  # the comment on the table of Projects
 INSPECT = f"""
 SELECT current_setting('server_encoding'),
-    substring(obj_description(to_regclass('project'), 'pg_class') FROM '^{MARK}(\\d+)$')::int,
+    substring(obj_description(to_regclass('project'), 'pg_class') FROM '^{MARK}([0-9]+)$')::int,
     (SELECT count(*) FROM information_schema.tables
     WHERE table_schema = current_schema() AND table_type = 'BASE TABLE')
 """
@@ -124,10 +126,10 @@ MATCHES = f"""id = :id AND account = :account
     AND (:if_none_match::jsonb IS NULL OR NOT :if_none_match::jsonb ? {ETAG})"""
 MAY_MATCH = f"name = :account AND EXISTS (SELECT FROM project WHERE {MATCHES})"
 
-COUNT_ONE_MORE = """INSERT INTO account AS known (name, created, projects, revision)
+COUNT_ONE_MORE = """INSERT INTO account AS present (name, created, projects, revision)
     VALUES (:account, 1, 1, :revision)
-    ON CONFLICT (name) DO UPDATE SET created = known.created + 1,
-        projects = known.projects + 1, revision = excluded.revision"""
+    ON CONFLICT (name) DO UPDATE SET created = present.created + 1,
+        projects = present.projects + 1, revision = excluded.revision"""
 INSERT = f"""INSERT INTO project AS made
     (id, account, seq, created_at, updated_at, {", ".join(tables.SETTABLE)})"""
 # The name comes from the account's row: by that, Citus knows the node.
@@ -145,7 +147,7 @@ class PostgreSQL(Engine):
     """
 
     TABLES = translate(tables.COMMON_TABLES)
-    UPGRADES = (LAYOUT_2, LAYOUT_3, LAYOUT_4)
+    MIGRATIONS = (TO_LAYOUT_2, TO_LAYOUT_3, TO_LAYOUT_4)
     GET = f"SELECT {PROJECT} FROM project WHERE id = :id AND account = :account"
     # Writers of an account, and DELETE_ACCOUNT, take its row before any Project. So its
     # revisions are in the order of the commits, and no two writers wait for each other.
@@ -175,19 +177,18 @@ class PostgreSQL(Engine):
         FROM (SELECT seq, {DOCUMENT} AS document FROM project
             WHERE account = :account AND seq > :after
             ORDER BY seq LIMIT :size OFFSET :offset) AS projects"""
-    LAST_TOKEN = "SELECT last_value FROM token_id_seq WHERE is_called"
-    SET_LAST_TOKEN = ("SELECT setval('token_id_seq', :last::bigint)",)
+    AFTER_FILLING = ("SELECT setval('token_id_seq', max(id)) FROM token",)
     PAUSE = 0.5
     ERROR = psycopg.Error
 
     def __init__(self, url: str) -> None:
         super().__init__()
         self._url = url
-        self._is_prepared = False
+        self._is_migrated = False
 
     def connect(self, creates: bool) -> "Connection":
         """A new connection. Raises Unavailable, also for a malformed URL."""
-        check_url(self._url)
+        refuse_malformed(self._url)
         started = time.monotonic()
         try:
             connection = Connection.connect(
@@ -203,20 +204,21 @@ class PostgreSQL(Engine):
             raise (Silence if is_silent else Unavailable)(one_line(error)) from error
         connection.deadline = started + TIMEOUT
         try:
-            self._prepare(connection, creates)
+            self._migrate(connection, creates)
         except BaseException:
             connection.close()
             raise
         return connection
 
-    def take(self, writes: bool) -> Any:
-        connection: Any = super().take(writes)
+    def take_idle(self) -> Any:
+        connection: Any = super().take_idle()
+        if connection is None:
+            return None
         poll = select.poll()
         poll.register(connection, select.POLLIN)
         if poll.poll(0):  # what arrives unasked is notice of its end
             connection.close()
-            self.close()  # the idle connections are most likely lost as well
-            connection = self.open(writes)
+            return None
         connection.deadline = time.monotonic() + TIMEOUT
         return connection
 
@@ -231,37 +233,40 @@ class PostgreSQL(Engine):
             return (OutcomeUnknown if may_last else Unavailable)(one_line(error))
         return Unavailable(one_line(error)) if state.startswith(OUTAGES) else None
 
-    def _prepare(self, connection: "Connection", creates: bool) -> None:
+    def _migrate(self, connection: "Connection", creates: bool) -> None:
         """Create the tables or bring them up to date; leave alone what is not ours."""
         connection.execute(SETTINGS)
         [(connection.is_cluster,)] = connection.execute(IS_CLUSTER).fetchall()
-        if self._is_prepared:
+        if self._is_migrated:
             return
         with connection.transaction():
             connection.execute(f"SELECT pg_advisory_xact_lock({tables.APPLICATION_ID})")
             [(encoding, layout, count)] = connection.execute(INSPECT).fetchall()
             if encoding != "UTF8":
                 raise Unavailable(f"the database is in {encoding}, not in UTF8")
-            steps = self.steps_from(layout, count == 0, creates)
-            if steps and connection.is_cluster:
+            migrations = self.migrations_from(
+                layout, layout is None and count == 0, creates
+            )
+            if migrations and connection.is_cluster:
                 [(is_coordinator,)] = connection.execute(
                     "SELECT citus_is_coordinator()"
                 )
                 if not is_coordinator:
                     raise Unavailable("connect to the coordinator to change the tables")
-            if steps:
-                connection.allow(LONG)
+            if migrations:
+                connection.extend(LONG)
                 mark = f"COMMENT ON TABLE project IS '{MARK}{tables.LAYOUT}'"
-                connection.execute(";".join([*steps, mark]))
-        if steps and connection.is_cluster:
+                connection.execute(";".join([*migrations, mark]))
+        if migrations and connection.is_cluster:
             connection.execute(MARK_WORKERS)
-        self._is_prepared = True
+        self._is_migrated = True
 
 
 class Connection(psycopg.Connection[tuple[Any, ...]]):
     """One that gives up at its deadline, even while a commit waits for a standby."""
 
-    deadline = 0.0  # on the clock of time.monotonic()
+    # On the clock of time.monotonic(). `connect`, `take_idle` and `extend` set it.
+    deadline = math.inf
     is_committing = True
     is_cluster = False
 
@@ -270,25 +275,26 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
         """One per statement: a cursor whose statement changes sets up psycopg anew."""
         return defaultdict(partial(self.cursor, binary=True))
 
-    def fetch(self, sql: str, values: Values) -> Rows:
+    def fetch(self, sql: str, parameters: Parameters) -> Rows:
         if self.is_cluster and sql == PostgreSQL.CREATE:
-            self.fetch(COUNT_ONE_MORE, values)
+            self.fetch(COUNT_ONE_MORE, parameters)
             sql = PostgreSQL.CREATE_COUNTED
-        cursor = self.cursors[sql].execute(as_psycopg(sql), values)
+        cursor = self.cursors[sql].execute(as_psycopg(sql), parameters)
         if cursor.rownumber is None:
             return []  # the statement returns no rows
         rows = cursor.fetchall()
-        if sql == PostgreSQL.LIST:
-            del self.cursors[sql]  # it would keep the list in memory
+        document = rows[0][-1] if rows else None  # which is the last column, if any is
+        if isinstance(document, bytes) and len(document) > KEPT:
+            del self.cursors[sql]  # it would keep a long list in memory
         return rows
 
-    def write(self, sql: str, values: Values) -> Rows:
+    def write(self, sql: str, parameters: Parameters) -> Rows:
         if not self.is_cluster:
-            return self.fetch(sql, values)
+            return self.fetch(sql, parameters)
         # By itself, a statement is committed by its node alone. If that is lost meanwhile,
         # the node that was asked reports an error of which nobody can tell what it means.
         self.begin(0)
-        rows = self.fetch(sql, values)
+        rows = self.fetch(sql, parameters)
         self.commit()
         return rows
 
@@ -305,13 +311,13 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
         self.is_committing = False
         self.execute("BEGIN")
         if seconds:
-            self.allow(seconds)
+            self.extend(seconds)
 
     def begin_snapshot(self) -> None:
         self.execute("BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY")
-        self.allow(LONG)
+        self.extend(LONG)
 
-    def allow(self, seconds: int) -> None:
+    def extend(self, seconds: int) -> None:
         """Let the transaction take so long."""
         self.deadline = time.monotonic() + seconds
         for limit in ("lock_timeout", "statement_timeout"):
@@ -330,7 +336,8 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         # Once connected, psycopg waits for the server here, by default without a limit.
-        kwargs["timeout"] = max(0.0, self.deadline - time.monotonic())
+        left = max(0.0, self.deadline - time.monotonic())
+        kwargs["timeout"] = min(left, LONG)  # which psycopg can count
         try:
             return super().wait(*args, **kwargs)
         except psycopg.OperationalError as error:
@@ -339,7 +346,7 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
             raise Silence("no response before the deadline") from error
 
 
-def check_url(url: str) -> None:
+def refuse_malformed(url: str) -> None:
     """Raises Unavailable without a part of the URL, which may be the password.
 
     psycopg quotes the host and the port of a URL that it cannot read. They are a part of

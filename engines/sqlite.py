@@ -12,17 +12,16 @@ import sqlite3
 import threading
 import time
 import weakref
-from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from engines import base, tables
-from engines.base import Engine, OutcomeUnknown, Rows, Unavailable, Values
+from engines import tables
+from engines.base import Engine, OutcomeUnknown, Parameters, Rows, Unavailable
 from engines.files import DatabaseFile
 
-TURN_TIMEOUT = 2.5  # seconds that a writer waits for the others
+WRITE_LOCK_TIMEOUT = 2.5  # seconds that a writer waits for the others
 LOCK_TIMEOUT = 1.0  # seconds that anybody waits for another program's lock
 OUTAGE = re.compile(  # what an operator can mend, or a retry can get past
     "SQLITE_(BUSY|LOCKED|READONLY|IOERR|CORRUPT|FULL|CANTOPEN|PROTOCOL|NOTADB)"
@@ -49,18 +48,18 @@ TABLES = f"""
 {";".join(TRIGGERS)};
 PRAGMA application_id = {tables.APPLICATION_ID};
 """
-LAYOUT_2 = f"""
+TO_LAYOUT_2 = f"""
 ALTER TABLE account ADD COLUMN created INTEGER NOT NULL DEFAULT 0;
 {tables.COUNT_CREATED};
 {tables.KEY_TABLE}
 """
-LAYOUT_3 = f"""
+TO_LAYOUT_3 = f"""
 ALTER TABLE account ADD COLUMN projects INTEGER NOT NULL DEFAULT 0;
 {tables.COUNT_PROJECTS};
 {";".join([*DROP_TRIGGERS, *TRIGGERS])};
 """
 # The tables as layout 4 has them, since SQLite changes no constraint of a table.
-LAYOUT_4 = f"""
+TO_LAYOUT_4 = f"""
 {";".join(DROP_TRIGGERS)};
 DROP INDEX part_project;
 ALTER TABLE project RENAME TO project_3;
@@ -106,7 +105,7 @@ class SQLite(Engine):
     """One file, or a private database in memory."""
 
     TABLES = TABLES
-    UPGRADES = (LAYOUT_2, LAYOUT_3, LAYOUT_4)
+    MIGRATIONS = (TO_LAYOUT_2, TO_LAYOUT_3, TO_LAYOUT_4)
     GET = f"SELECT {PROJECT} FROM project WHERE id = :id AND account = :account"
     CREATE = f"""INSERT INTO project
             (id, account, seq, created_at, updated_at, {", ".join(tables.SETTABLE)})
@@ -125,11 +124,6 @@ class SQLite(Engine):
             CAST(json_group_array({DOCUMENT}) AS BLOB)
         FROM (SELECT * FROM project WHERE account = :account AND seq > :after
             ORDER BY seq LIMIT :size OFFSET :offset)"""
-    LAST_TOKEN = "SELECT seq FROM sqlite_sequence WHERE name = 'token'"
-    SET_LAST_TOKEN = (
-        "DELETE FROM sqlite_sequence WHERE name = 'token'",
-        "INSERT INTO sqlite_sequence (name, seq) VALUES ('token', :last)",
-    )
     ERROR = sqlite3.Error
 
     def __init__(self, path: str, makes_folder: bool = False) -> None:
@@ -138,9 +132,9 @@ class SQLite(Engine):
         With `makes_folder`, `create` also makes the folder of a new file.
         """
         super().__init__()
-        # By process id, the lock for which the writers of the process queue.
-        self._queues: dict[int, threading.Lock] = defaultdict(threading.Lock)
-        self._is_prepared = False
+        self._queue = threading.Lock()  # in which the writers of this process wait
+        self._process: int | None = None  # the one that opened the database
+        self._is_migrated = False
         if path == ":memory:":
             self._file, self._name = None, "the database in memory"
             self._uri = f"file:/{secrets.token_hex(8)}?vfs=memdb"
@@ -156,11 +150,18 @@ class SQLite(Engine):
             self._uri = f"{Path(self._file.path).as_uri()}?mode=rw"
 
     def connect(self, creates: bool) -> "Connection":
+        """A new connection, but not in a process that was forked from one that has some.
+
+        It would inherit SQLite's own table of its locks, and hold none of them.
+        """
+        self._process = self._process or os.getpid()
+        if self._process != os.getpid():
+            raise Unavailable(f"a parent of this process has opened it: {self._name}")
         if self._file:
             if creates:
                 self._file.create()
             # Before SQLite reads it: it would apply the -wal of the old file to a new one.
-            self._file.check()
+            self._file.check_identity()
         connection = sqlite3.connect(
             self._uri,
             uri=True,
@@ -173,27 +174,27 @@ class SQLite(Engine):
         try:
             connection.execute("PRAGMA foreign_keys = ON")  # off by default
             connection.execute("PRAGMA synchronous = FULL")  # NORMAL may lose commits
-            if not self._is_prepared:
-                self._prepare(connection, creates)
+            if not self._is_migrated:
+                self._migrate(connection, creates)
         except BaseException:
             connection.close()
             raise
         return connection
 
-    def _prepare(self, connection: "Connection", creates: bool) -> None:
+    def _migrate(self, connection: "Connection", creates: bool) -> None:
         """Create the tables or bring them up to date; leave alone what is not ours."""
         # "delete" is SQLite's default, and the mode of a backup.
         [(mode,)] = connection.fetch("PRAGMA journal_mode", {})
-        if self._steps(connection, creates) or mode == "delete":
-            with self.turn():  # in which another one may have been first
+        if self._migrations(connection, creates) or mode == "delete":
+            with self.write_lock():  # for which another process may have been first
                 connection.execute("PRAGMA journal_mode = WAL")
                 mark = f"PRAGMA user_version = {tables.LAYOUT}"
-                steps = self._steps(connection, creates)
-                script = ["BEGIN IMMEDIATE", *steps, mark, "COMMIT"]
+                migrations = self._migrations(connection, creates)
+                script = ["BEGIN IMMEDIATE", *migrations, mark, "COMMIT"]
                 connection.executescript(";".join(script))
-        self._is_prepared = True
+        self._is_migrated = True
 
-    def _steps(self, connection: "Connection", creates: bool) -> tuple[str, ...]:
+    def _migrations(self, connection: "Connection", creates: bool) -> tuple[str, ...]:
         [(application, layout, objects)] = connection.fetch(
             """SELECT application_id, user_version, (SELECT count(*) FROM sqlite_schema)
             FROM pragma_application_id, pragma_user_version""",
@@ -201,51 +202,41 @@ class SQLite(Engine):
         )
         is_ours = application == tables.APPLICATION_ID
         try:
-            return self.steps_from(layout if is_ours else None, objects == 0, creates)
+            layout = layout if is_ours else None
+            return self.migrations_from(layout, objects == 0, creates)
         except Unavailable as error:
             raise Unavailable(f"{error}: {self._name}") from None
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
-        """The writers of a process queue for a lock, and who has that for an flock.
+    def write_lock(self) -> Iterator[None]:
+        """Within a process, writers queue. The first one waits for an flock of all processes.
 
         By itself, SQLite polls less often the longer a writer has waited, which starves
         it. Raises TimeoutError.
         """
-        deadline = time.monotonic() + TURN_TIMEOUT
-        queue = self._queues[os.getpid()]
+        deadline = time.monotonic() + WRITE_LOCK_TIMEOUT
         if self._file:
-            self._file.check()
-        if not queue.acquire(timeout=TURN_TIMEOUT):
+            self._file.check_identity()
+        if not self._queue.acquire(timeout=WRITE_LOCK_TIMEOUT):
             raise TimeoutError("other writers take too long")
         try:
             with self._file.lock(deadline) if self._file else nullcontext():
                 yield
         finally:
-            queue.release()
+            self._queue.release()
         if self._file:
-            self._file.check(OutcomeUnknown)
+            self._file.check_identity(OutcomeUnknown)
 
-    @contextmanager
-    def filling(self) -> Iterator[base.Connection]:
-        with super().filling() as connection:
-            # They would lower `created` to the last seq that is left.
-            for sql in DROP_TRIGGERS:
-                connection.fetch(sql, {})
-            yield connection
-            for sql in TRIGGERS:
-                connection.fetch(sql, {})
-
-    def save(self, path: str) -> bool:
+    def save(self, path: str) -> None:
+        """Copy the database to this empty file."""
         # By its URI: a database in memory is not in the file system by default.
         to = f"{Path(path).absolute().as_uri()}?vfs=unix"
         self.read("VACUUM INTO :to", {"to": to})  # which waits for no writer
-        return True
 
     def check(self) -> None:
         super().check()
         if self._file:
-            self._file.check()
+            self._file.check_identity()
 
     def waited_in_vain(self, error: BaseException) -> bool:
         name = getattr(error, "sqlite_errorname", "")
@@ -267,9 +258,9 @@ class Connection(sqlite3.Connection):
     file: DatabaseFile | None  # None: in memory
     is_committing = True
 
-    def fetch(self, sql: str, values: Values) -> Rows:
+    def fetch(self, sql: str, parameters: Parameters) -> Rows:
         # A statement that returns rows commits only when all of them are fetched.
-        return self.execute(sql, values).fetchall()
+        return self.execute(sql, parameters).fetchall()
 
     write = fetch
 
@@ -299,7 +290,7 @@ class Connection(sqlite3.Connection):
         """
         try:
             if self.file:
-                self.file.check()
+                self.file.check_identity()
         except Unavailable:
             with suppress(sqlite3.Error):
                 self.execute("PRAGMA wal_checkpoint(TRUNCATE)")

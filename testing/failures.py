@@ -19,7 +19,7 @@ from marshmallow import Schema, ValidationError, fields, validate
 from app import create_app
 from auth import BadName, account_name, bearer_token, issue_token
 from engines.base import OutcomeUnknown, Unavailable
-from problems import problem
+from problems import RETRY_AFTER, problem
 from reading import read_json
 from schemas import NOT_AN_OBJECT
 from store import Caller, Store
@@ -36,7 +36,7 @@ class Failure(NamedTuple):
     is_served: bool = False  # the service does its work, and nobody sees the response
     is_closed: bool = False  # the connection closes without a response
     status: int = 0  # of the proxy's response
-    retry_after: int = 5  # seconds
+    retry_after: int = RETRY_AFTER
     detail: str = ""
     is_revoked: bool = False  # to the store, the token is unknown
     raised: type[Exception] | None = None  # by the store
@@ -57,7 +57,7 @@ FAILURES = {
     "slow": Failure(seconds=3),
 }
 CHOICES = ", ".join(map(repr, FAILURES))  # with their quotes: 503 is not "503"
-KNOWN = validate.OneOf(FAILURES, error=f"{{input!r}} is not one of {CHOICES}.")
+PLANNABLE = validate.OneOf(FAILURES, error=f"{{input!r}} is not one of {CHOICES}.")
 
 
 class FailingStore(Store):
@@ -77,7 +77,7 @@ class TokenSchema(Schema):
 
     account = fields.String(load_default=None)
     expired = fields.Boolean(load_default=None)
-    fail = fields.List(fields.Raw(validate=KNOWN), load_default=None)
+    fail = fields.List(fields.Raw(validate=PLANNABLE), load_default=None)
 
 
 class Issued(NamedTuple):

@@ -16,7 +16,9 @@ from engines.tables import LAYOUT
 from store import KeyReused, Store
 
 OLDER = range(1, LAYOUT)
-ADVICE = "Raise LAYOUT, and add the step to UPGRADES and to tests/rigs/layouts.py."
+ADVICE = (
+    "Raise LAYOUT, and add the migration to MIGRATIONS and to tests/rigs/layouts.py."
+)
 
 
 @pytest.fixture(params=OLDER, ids="layout-{}".format)

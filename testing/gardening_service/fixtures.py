@@ -52,7 +52,7 @@ class Service:
         self._call("DELETE", f"/test/tokens/{quote(token)}")
 
     def _call(self, method: str, path: str, body: object = None) -> Any:
-        self._check()
+        self._require_running()
         connection = HTTPConnection(urlsplit(self.url).netloc, timeout=LIMIT)
         headers = {"Content-Type": "application/json"}
         try:
@@ -66,7 +66,7 @@ class Service:
             raise ValueError(answer.get("errors", answer["detail"]))
         return answer
 
-    def _check(self) -> None:
+    def _require_running(self) -> None:
         if self._process.poll() is not None:
             pytest.fail("The service has ended.", pytrace=False)
 
@@ -115,7 +115,7 @@ def gardening_service() -> Iterator[Service]:
                 pytest.fail("The service did not start.", pytrace=False)
             service = Service(json.loads(ready)["url"], command)
             yield service
-            service._check()
+            service._require_running()
             command.terminate()
             command.wait(LIMIT)
         finally:
