@@ -149,16 +149,16 @@ class PostgreSQL(Engine):
     TABLES = translate(tables.COMMON_TABLES)
     MIGRATIONS = (TO_LAYOUT_2, TO_LAYOUT_3, TO_LAYOUT_4)
     GET = f"SELECT {PROJECT} FROM project WHERE id = :id AND account = :account"
-    # Writers of an account, and DELETE_ACCOUNT, take its row before any Project. So its
-    # revisions are in the order of the commits, and no two writers wait for each other.
+    # Every writer, DELETE_ACCOUNT too, takes the row of the account before any Project. So an
+    # account's revisions are in the order of the commits, and no two writers can deadlock.
     CREATE = f"""WITH counted AS ({COUNT_ONE_MORE} RETURNING name, created)
         {INSERT} SELECT {CREATED} FROM counted RETURNING {PROJECT}"""
     # On a cluster, CREATE would be two-phase commit on every node. Two statements are not.
     CREATE_COUNTED = f"""{INSERT} SELECT {CREATED}
         FROM account WHERE name = :account RETURNING {PROJECT}"""
-    # A change that cannot match takes no row: hence MAY_MATCH. It must match again once the
-    # row is taken, since the Project may have changed while it waited: hence MATCHES stands
-    # there as well. What fails only there gives the account's lists a new revision for nothing.
+    # MAY_MATCH: a change that cannot match takes no row. MATCHES again: the Project may have
+    # changed while the change waited for the row. A change that matched at first, and then no
+    # longer does, may give the account's lists a new revision for nothing.
     UPDATE = f"""WITH revised AS (UPDATE account SET revision = :revision
             WHERE {MAY_MATCH} RETURNING revision),
         changed AS (UPDATE project
@@ -244,16 +244,11 @@ class PostgreSQL(Engine):
             [(encoding, layout, count)] = connection.execute(INSPECT).fetchall()
             if encoding != "UTF8":
                 raise Unavailable(f"the database is in {encoding}, not in UTF8")
-            migrations = self.migrations_from(
-                layout, layout is None and count == 0, creates
-            )
-            if migrations and connection.is_cluster:
-                [(is_coordinator,)] = connection.execute(
-                    "SELECT citus_is_coordinator()"
-                )
-                if not is_coordinator:
-                    raise Unavailable("connect to the coordinator to change the tables")
+            is_empty = layout is None and count == 0
+            migrations = self.migrations_from(layout, is_empty, creates)
             if migrations:
+                if connection.is_cluster and not connection.is_at_coordinator():
+                    raise Unavailable("connect to the coordinator to change the tables")
                 connection.extend(LONG)
                 mark = f"COMMENT ON TABLE project IS '{MARK}{tables.LAYOUT}'"
                 connection.execute(";".join([*migrations, mark]))
@@ -287,6 +282,11 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
         if isinstance(document, bytes) and len(document) > KEPT:
             del self.cursors[sql]  # it would keep a long list in memory
         return rows
+
+    def is_at_coordinator(self) -> bool:
+        """Of a cluster."""
+        [(found,)] = self.execute("SELECT citus_is_coordinator()")
+        return bool(found)
 
     def write(self, sql: str, parameters: Parameters) -> Rows:
         if not self.is_cluster:

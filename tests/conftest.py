@@ -15,7 +15,7 @@ if MEMORY:  # a third of the time of tests that write
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
 
 
-# Of whose tests those that need no server and no browser are fast.
+# The modules whose tests are fast, unless a test needs a server or a browser.
 FAST = (
     "test_app",
     "test_auth",
