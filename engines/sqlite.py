@@ -133,7 +133,7 @@ class SQLite(Engine):
         """
         super().__init__()
         self._queue = threading.Lock()  # in which the writers of this process wait
-        self._process: int | None = None  # the one that opened the database
+        self._process: int | None = None  # the one that opened the file
         self._is_migrated = False
         if path == ":memory:":
             self._file, self._name = None, "the database in memory"
@@ -150,14 +150,16 @@ class SQLite(Engine):
             self._uri = f"{Path(self._file.path).as_uri()}?mode=rw"
 
     def connect(self, creates: bool) -> "Connection":
-        """A new connection, but not in a process that was forked from one that has some.
+        """A new connection, but to no file that a parent of this process has opened.
 
-        It would inherit SQLite's own table of its locks, and hold none of them.
+        A forked process inherits SQLite's own table of the locks, and holds none of them.
         """
-        self._process = self._process or os.getpid()
-        if self._process != os.getpid():
-            raise Unavailable(f"a parent of this process has opened it: {self._name}")
         if self._file:
+            self._process = self._process or os.getpid()
+            if self._process != os.getpid():
+                raise Unavailable(
+                    f"a parent of this process has opened it: {self._name}"
+                )
             if creates:
                 self._file.create()
             # Before SQLite reads it: it would apply the -wal of the old file to a new one.

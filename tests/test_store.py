@@ -678,6 +678,12 @@ else:
 """
 
 
+def test_memory_can_be_used_after_a_fork():
+    """As by a fixture that serves an application from a process of its own."""
+    script = FORK.replace("sys.argv[1]", "':memory:'")
+    assert run(sys.executable, "-c", script, environment=WITH_RIGS).stdout == ""
+
+
 def test_fork_takes_no_connection_along(store, database, raw):
     """On SQLite not even the file: the child would hold none of the locks that it has."""
     told = run(sys.executable, "-c", FORK, database, environment=WITH_RIGS).stdout
