@@ -74,21 +74,22 @@ class Breaker:
 
     def __init__(self, pause: float) -> None:
         self._pause = pause
-        self._retry_at = 0.0  # on the clock of time.monotonic(); 0: it is closed
+        self._retry_at = 0.0  # on the clock of time.monotonic()
+        self.is_closed = True
 
     def enter(self) -> None:
-        """Raises Unavailable for a caller who may not pass."""
-        if self._retry_at:
-            now = time.monotonic()
-            if now < self._retry_at:
-                raise Unavailable("another caller has just waited in vain")
-            self._retry_at = now + TRIAL
+        """While it is not closed: raises Unavailable for a caller who may not pass."""
+        now = time.monotonic()
+        if now < self._retry_at:
+            raise Unavailable("another caller has just waited in vain")
+        self._retry_at = now + TRIAL
 
     def open(self) -> None:
         self._retry_at = time.monotonic() + self._pause
+        self.is_closed = False
 
     def close(self) -> None:
-        self._retry_at = 0.0
+        self.is_closed = True
 
 
 class Engine(ABC):
@@ -175,12 +176,8 @@ class Engine(ABC):
             yield connection
             connection.commit()
 
-    def acquire(self, breaker: Breaker) -> Connection:
-        """An idle connection, or a new one. Raises Unavailable."""
-        breaker.enter()
-        return self.take_idle() or self.open(breaker)
-
     def take_idle(self) -> Connection | None:
+        """A connection that is idle, if there is one."""
         try:
             return self.idle[os.getpid()].pop()
         except IndexError:
@@ -248,7 +245,10 @@ class Session:
         self._engine, self._breaker = engine, breaker
 
     def __enter__(self) -> Connection:
-        self._connection = self._engine.acquire(self._breaker)
+        engine, breaker = self._engine, self._breaker
+        if not breaker.is_closed:
+            breaker.enter()
+        self._connection = engine.take_idle() or engine.open(breaker)
         return self._connection
 
     def __exit__(
@@ -259,7 +259,8 @@ class Session:
     ) -> None:
         engine, connection = self._engine, self._connection
         if error is None:
-            self._breaker.close()
+            if not self._breaker.is_closed:
+                self._breaker.close()
             engine.idle[os.getpid()].append(connection)
             return
         connection.close()
