@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from rigs import nginx
-from rigs.running import LIMIT, ROOT, blocks, needs, wait_for
+from rigs.running import LIMIT, ROOT, blocks, needs, run, wait_for
 
 PATH = f"{os.environ['PATH']}:/usr/sbin"
 
@@ -103,6 +104,13 @@ def apache_modules() -> str:
     )
 
 
+def use_its_words(file: Path) -> None:
+    """The page's own lines for the Caddy that is installed."""
+    page = "".join(blocks("docs/operations.md", "Caddy"))
+    [script] = re.findall(r"case \$\(caddy version\).*?esac", page, re.DOTALL)
+    run("sh", "-ec", f"CONFIGURATION={file}\n{script}")
+
+
 @contextmanager
 def start_proxy(
     name: str, folder: Path, upstream: int, changes: dict[str, str] | None = None
@@ -129,8 +137,10 @@ def start_proxy(
         places = {
             old.format(): new.format(**given) for old, new in kind.places.items()
         } | {"127.0.0.1:8000": f"127.0.0.1:{upstream}"}
-        configuration = (ROOT / "deploy" / kind.file).read_text()
-        configuration = nginx.replaced(configuration, places | (changes or {}))
+        file = shutil.copy(ROOT / "deploy" / kind.file, folder / "configuration")
+        if name == "caddy":
+            use_its_words(file)
+        configuration = nginx.replaced(file.read_text(), places | (changes or {}))
         if name == "apache2":
             given["modules"] = apache_modules()
         framed = kind.frame.format(configuration=configuration, **given)
