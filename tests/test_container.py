@@ -105,7 +105,10 @@ def test_compose_file_is_valid_and_confines_the_service():
     assert service["healthcheck"]["timeout"] and "test" not in service["healthcheck"]
 
 
-def test_backup_of_a_container_is_restored_in_a_volume(environment, path, tmp_path):
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_backup_of_a_container_is_restored_in_a_volume(
+    environment, path, tmp_path, is_lost
+):
     volume, copy = Path(path).parent, tmp_path / "copy"
     page = "".join(blocks(PAGE, "Backup and restore")).replace("/data", str(volume))
     backup, restore, swap = re.findall("sh -ec '([^']*)'", page)
@@ -125,9 +128,13 @@ def test_backup_of_a_container_is_restored_in_a_volume(environment, path, tmp_pa
         copied = f"({restore}) < {shlex.quote(str(copy))}"
         run("sh", "-ec", copied, environment=restoring)
         client.call("POST", PROJECTS, {"name": "written meanwhile"})
+    if is_lost:
+        os.remove(path)
     run("sh", "-ec", swap, environment=environment)
     with gunicorn(environment) as (_, port), Client(port, token) as client:
         assert client.call("GET", PROJECTS) == (200, [kept])
+    if is_lost:
+        return
     [before] = volume.glob("before-*/gardening.db")
     with closing(sqlite3.connect(before)) as database:
         assert database.execute("SELECT count(*) FROM project").fetchall() == [(3,)]

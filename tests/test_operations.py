@@ -395,6 +395,13 @@ def test_restore_that_is_cut_off_leaves_all_or_nothing_of_it(
     assert names(machine, token) == ["Park"]
 
 
+def test_restore_into_what_the_service_does_not_use_is_refused(machine, backup_of_park):
+    machine.paste("sed -i.kept 's/gardening.db$/other.db/' /etc/gardening.env")
+    told = machine.paste(f"gardening-restore {backup_of_park}", status=1)
+    machine.paste("mv /etc/gardening.env.kept /etc/gardening.env")
+    assert told.startswith(f"The service does not use {DATABASE}: see FLASK_DATABASE")
+
+
 def test_one_restore_runs_at_a_time_and_can_be_undone(machine, token, backup_of_park):
     start = "set -e" + IN_BACKGROUND.format(backup_of_park, IS_RESTORING)
     second = f"gardening-restore {backup_of_park} 2>&1 || wait $!"
