@@ -32,7 +32,7 @@ class Command(click.Command):
 
 
 class Group(Command, AppGroup):
-    """Says the same of its commands."""
+    """Does the same for each of its commands."""
 
 
 account_commands = Group("account", help="List and delete accounts.")
@@ -72,6 +72,7 @@ def utc(time: int | None) -> str:
 
 
 class TokenID(click.IntRange):
+    # What click puts into its error: "'bob' is not a valid …".
     name = "ID of a token; --account revokes all tokens of an account"
 
 

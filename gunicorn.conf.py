@@ -10,7 +10,7 @@ from gunicorn.arbiter import Arbiter
 from gunicorn.workers.base import Worker
 
 UNREAD_LIMIT = 64 * 1024  # bytes; gunicorn drains less than this of an unread body
-PREFIX = os.environ.get("GARDENING_PREFIX", "").rstrip("/")
+PREFIX = os.environ.get("GARDENING_PREFIX", "").strip("/")
 
 wsgi_app = "app:create_app()"
 bind = os.environ.get("GARDENING_BIND", "127.0.0.1:8000")
@@ -22,7 +22,7 @@ workers = int(os.environ.get("WEB_CONCURRENCY", 2 * (os.cpu_count() or 1)))
 # contend for the interpreter, and a mix of reads and writes gets slower.
 threads = 2
 keepalive = 75  # seconds, longer than the proxy's, so that the proxy closes first
-# SCRIPT_NAME, the prefix, would be one of them: a proxy may pass on what a client wrote.
+# gunicorn would take SCRIPT_NAME, the prefix, from a proxy, which may pass on a client's.
 forwarder_headers = ""
 # Where the heartbeats of workers touch no disk.
 worker_tmp_dir = "/dev/shm" if os.path.isdir("/dev/shm") else None
@@ -54,8 +54,8 @@ def pre_request(worker: Worker, request: Any) -> None:
     a close where gunicorn would take an unread body for the next request.
     """
     headers = dict(request.headers)
-    if PREFIX and request.path.startswith(f"{PREFIX}/"):
-        request.headers.append(("SCRIPT_NAME", PREFIX))
+    if PREFIX and request.path.startswith(f"/{PREFIX}/"):
+        request.headers.append(("SCRIPT_NAME", f"/{PREFIX}"))
     request.headers.append(("SENT-PATH", request.uri.partition("?")[0]))
     size = int(headers.get("CONTENT-LENGTH", 0))
     # Of a chunked body nobody knows the length.

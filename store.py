@@ -10,7 +10,7 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from engines import statements, tables
@@ -57,8 +57,8 @@ class Page(NamedTuple):
 class Precondition(NamedTuple):
     """Which ETags a Project may have, for a change to be made (RFC 9110 13.1)."""
 
-    if_match: Collection[str] | None = None  # one of these; None: any
-    if_none_match: Collection[str] = ()  # none of these
+    if_match: Sequence[str] | None = None  # one of these; None: any
+    if_none_match: Sequence[str] = ()  # none of these
 
 
 class Caller(NamedTuple):
@@ -165,7 +165,7 @@ class Store:
         """The ETag of what `list_projects` returns, which renders the Projects as well.
 
         Any change gives the account's lists new ETags, and old ones never return. The
-        exception: an account that was deleted has those of one without a first Project.
+        exception: a deleted account has the ETags of one that never had a Project.
         """
         rows = self.engine.read(statements.REVISION, {"account": account})
         return etag_of(rows[0][0] if rows else None, page)

@@ -11,7 +11,7 @@ POLICY = (  # Content Security Policy, level 3
     "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
     "object-src 'none'; base-uri 'none'; frame-ancestors 'none'"
 )
-# All paths are relative, so that the page also works behind a proxy that adds a prefix.
+# All paths are relative, so that the page also works below a prefix.
 PAGE = """<!DOCTYPE html>
 <html lang="en">
 <meta charset="utf-8">

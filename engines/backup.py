@@ -72,10 +72,9 @@ def restore(engine: Engine, path: str, progress: Progress = silent) -> None:
 
 
 def scratch(folder: str | None) -> TemporaryDirectory[str]:
-    """A folder for a copy, which goes with it.
+    """A temporary folder for a copy: in this one, beside the data, where there is room.
 
-    It is in this folder, beside the data, where there is room for them. TMPDIR says
-    where it is if there is no such folder.
+    It is in TMPDIR if there is no such folder.
     """
     place = folder if folder and os.path.isdir(folder) else None
     return TemporaryDirectory(".partial", "gardening-", place)
@@ -115,10 +114,10 @@ def copy_file(path: str, to: str) -> None:
 def copy_rows(source: Engine, target: Engine, progress: Progress) -> None:
     """Copy the rows of every table, in one transaction on each side.
 
-    What is counted, is counted anew. The lists get new ETags, since nobody knows what else
-    than the service has written to the source.
+    What is counted, is counted anew. The lists get new ETags, since something
+    other than the service may have written to the source.
     """
-    # An error of either engine passes through both: each one recognizes only its own.
+    # An error of either engine passes through both; of two kinds, each recognizes its own.
     with (
         Session(source, source.readers) as rows,
         target.transaction(LONG) as filled,

@@ -19,7 +19,7 @@ from engines.tables import LAYOUT
 Parameters = dict[str, Any]  # of a statement, by name
 Rows = list[Any]
 LONG = 3600  # seconds that a command may take; a request gets far fewer
-TRIAL = 5.0  # seconds after which another caller may try, though a trial has not ended
+TRIAL = 5.0  # seconds after which another caller may try, even if a trial has not ended
 
 
 class Unavailable(Exception):
@@ -36,9 +36,8 @@ class OutcomeUnknown(Unavailable):
 class Connection(Protocol):
     """A connection of either driver; one thread at a time uses it."""
 
-    # Whether what is under way may last although its response gets lost: a COMMIT, or a
-    # statement outside of a transaction.
-    is_committing: bool
+    # False from BEGIN to COMMIT: until then, an error means that nothing was changed.
+    may_commit: bool
 
     def fetch(self, sql: str, parameters: Parameters) -> Rows:
         """All rows of a statement, which is a transaction unless `begin` was called."""
@@ -106,8 +105,8 @@ class Engine(ABC):
     CREATE: str
     UPDATE: str  # with {changes} for the columns to set
     DELETE: str  # returns the id
-    # The revision and the number of the account's Projects; `seq` of the last one here,
-    # if others follow; and the JSON array of those after :after and :offset, up to :size.
+    # The account's revision and number of Projects; the `seq` of the last one returned, or
+    # null if none follows; and the JSON array of those after :after and :offset, up to :size.
     LIST: str
     PAUSE = 1.0  # seconds for which callers are refused after one has waited in vain
     # For backup and restore alone:
@@ -124,19 +123,22 @@ class Engine(ABC):
     def connect(self, creates: bool) -> Connection:
         """A new connection. The first one brings the tables up to date.
 
-        It creates those that are missing only if it `creates`. Raises Unavailable.
+        It creates those that are missing only if it `creates`. Raises Unavailable, or an
+        error that `outage` knows.
         """
 
     @abstractmethod
-    def outage(self, error: BaseException, may_last: bool) -> Unavailable | None:
+    def outage(
+        self, error: BaseException, may_have_been_committed: bool
+    ) -> Unavailable | None:
         """The outage that an error means, if it is one and no defect.
 
-        OutcomeUnknown only for a change that `may_last`.
+        OutcomeUnknown only if the change may have been committed.
         """
 
     @abstractmethod
     def waited_in_vain(self, error: BaseException) -> bool:
-        """Whether the error says so; then others need not wait as well."""
+        """Whether the caller waited until a limit, so that others should not even try."""
 
     def write_lock(self) -> AbstractContextManager[None]:
         """What a writer holds while it writes. By default, nothing."""
@@ -145,9 +147,8 @@ class Engine(ABC):
     def create(self) -> None:
         """Create the database, unless there is one. Raises Unavailable.
 
-        Only what fills a database calls this: `flask run`, gunicorn's start, and the
-        commands `token create` and `restore`. A backup or a worker that created one would
-        hide that a database was lost.
+        `flask run`, gunicorn's start, by the command `init-db`, `token create` and `restore`
+        call this. A backup or a worker that created one would hide that it was lost.
         """
         self.idle[os.getpid()].append(self.open(self.writers, creates=True))
 
@@ -169,7 +170,7 @@ class Engine(ABC):
     def transaction(self, seconds: int = 0) -> Iterator[Connection]:
         """A connection for several statements: all of them are made, or none.
 
-        They may take so many seconds, or as long as a request.
+        They may take this many seconds; by default, as long as a request may.
         """
         with Session(self, self.writers) as connection, self.write_lock():
             connection.begin(seconds)
@@ -188,16 +189,18 @@ class Engine(ABC):
         try:
             return self.connect(creates)
         except BaseException as error:
-            self.on_error(error, breaker, may_last=False)
+            self.on_error(error, breaker, may_have_been_committed=False)
             raise
 
-    def on_error(self, error: BaseException, breaker: Breaker, may_last: bool) -> None:
+    def on_error(
+        self, error: BaseException, breaker: Breaker, may_have_been_committed: bool
+    ) -> None:
         """Open or close the breaker; raise the outage that the error means, if any."""
         if self.waited_in_vain(error):
             breaker.open()
         else:
             breaker.close()
-        if outage := self.outage(error, may_last):
+        if outage := self.outage(error, may_have_been_committed):
             raise outage from error
 
     def migrations_from(
@@ -265,4 +268,4 @@ class Session:
             return
         connection.close()
         writes = self._breaker is engine.writers
-        engine.on_error(error, self._breaker, writes and connection.is_committing)
+        engine.on_error(error, self._breaker, writes and connection.may_commit)

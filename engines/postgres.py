@@ -50,8 +50,10 @@ def translate(ddl: str) -> str:
     return re.sub("|".join(TYPES), lambda found: TYPES[found[0]], ddl)
 
 
-# In a database that was brought up to date, triggers count for the processes of an older
-# release, which may go on writing for a while. See gardening.counts in SETTINGS.
+# Release 2.1.0 counts an account's Projects by triggers, and its processes may write beside
+# ours until they end. So the triggers stay in a database that they were in, and return at
+# once in our sessions, which count for themselves: see gardening.counts in SETTINGS. Layout
+# 4 replaces the function of 2.1.0, which does not ask.
 COUNT_FOR_OTHERS = """
 CREATE OR REPLACE FUNCTION count_projects() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
     IF current_setting('gardening.counts', true) = 'itself' THEN RETURN NULL; END IF;
@@ -141,10 +143,7 @@ class Silence(psycopg.OperationalError):
 
 
 class PostgreSQL(Engine):
-    """A database on a server.
-
-    Each statement is a transaction of its own, since the connections are in autocommit.
-    """
+    """A database on a server, or on a cluster of them."""
 
     TABLES = translate(tables.COMMON_TABLES)
     MIGRATIONS = (TO_LAYOUT_2, TO_LAYOUT_3, TO_LAYOUT_4)
@@ -153,12 +152,13 @@ class PostgreSQL(Engine):
     # account's revisions are in the order of the commits, and no two writers can deadlock.
     CREATE = f"""WITH counted AS ({COUNT_ONE_MORE} RETURNING name, created)
         {INSERT} SELECT {CREATED} FROM counted RETURNING {PROJECT}"""
-    # On a cluster, CREATE would be two-phase commit on every node. Two statements are not.
+    # On a cluster, CREATE would be a two-phase commit on every node. So there `fetch`, which
+    # knows it by its text, runs COUNT_ONE_MORE and CREATE_COUNTED in one transaction.
     CREATE_COUNTED = f"""{INSERT} SELECT {CREATED}
         FROM account WHERE name = :account RETURNING {PROJECT}"""
-    # MAY_MATCH: a change that cannot match takes no row. MATCHES again: the Project may have
-    # changed while the change waited for the row. A change that matched at first, and then no
-    # longer does, may give the account's lists a new revision for nothing.
+    # MAY_MATCH is tested first, so that a change that cannot match locks nothing. MATCHES is
+    # tested again under the lock, since the Project may have changed meanwhile. If only the
+    # second test fails, the account's lists may get a new revision for nothing.
     UPDATE = f"""WITH revised AS (UPDATE account SET revision = :revision
             WHERE {MAY_MATCH} RETURNING revision),
         changed AS (UPDATE project
@@ -216,7 +216,7 @@ class PostgreSQL(Engine):
             return None
         poll = select.poll()
         poll.register(connection, select.POLLIN)
-        if poll.poll(0):  # what arrives unasked is notice of its end
+        if poll.poll(0):  # an idle server only writes to say that it is closing
             connection.close()
             return None
         connection.deadline = time.monotonic() + TIMEOUT
@@ -225,12 +225,16 @@ class PostgreSQL(Engine):
     def waited_in_vain(self, error: BaseException) -> bool:
         return isinstance(error, Silence)
 
-    def outage(self, error: BaseException, may_last: bool) -> Unavailable | None:
+    def outage(
+        self, error: BaseException, may_have_been_committed: bool
+    ) -> Unavailable | None:
         state = getattr(error, "sqlstate", None) or ""
         if is_lost(error):
             if not state:  # else it is a node of the cluster that was lost
                 self.close()
-            return (OutcomeUnknown if may_last else Unavailable)(one_line(error))
+            return (OutcomeUnknown if may_have_been_committed else Unavailable)(
+                one_line(error)
+            )
         return Unavailable(one_line(error)) if state.startswith(OUTAGES) else None
 
     def _migrate(self, connection: "Connection", creates: bool) -> None:
@@ -262,7 +266,7 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
 
     # On the clock of time.monotonic(). `connect`, `take_idle` and `extend` set it.
     deadline = math.inf
-    is_committing = True
+    may_commit = True
     is_cluster = False
 
     @cached_property
@@ -278,7 +282,7 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
         if cursor.rownumber is None:
             return []  # the statement returns no rows
         rows = cursor.fetchall()
-        document = rows[0][-1] if rows else None  # which is the last column, if any is
+        document = rows[0][-1] if rows else None  # a document is always the last column
         if isinstance(document, bytes) and len(document) > KEPT:
             del self.cursors[sql]  # it would keep a long list in memory
         return rows
@@ -291,24 +295,25 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
     def write(self, sql: str, parameters: Parameters) -> Rows:
         if not self.is_cluster:
             return self.fetch(sql, parameters)
-        # By itself, a statement is committed by its node alone. If that is lost meanwhile,
-        # the node that was asked reports an error of which nobody can tell what it means.
+        # Without BEGIN, a node commits its statement itself. If the node is lost then, the
+        # error does not say whether it had. With BEGIN, only the COMMIT can be in doubt.
         self.begin(0)
         rows = self.fetch(sql, parameters)
         self.commit()
         return rows
 
     def commit(self) -> None:
-        self.is_committing = True
+        self.may_commit = True
         try:
             super().commit()
         except psycopg.Error as error:
-            if self.is_cluster:  # some of its nodes may have committed
+            # Some nodes may have committed. A lost connection is for `outage` to judge.
+            if self.is_cluster and not is_lost(error):
                 raise OutcomeUnknown(one_line(error)) from error
             raise
 
     def begin(self, seconds: int) -> None:
-        self.is_committing = False
+        self.may_commit = False
         self.execute("BEGIN")
         if seconds:
             self.extend(seconds)
@@ -337,7 +342,7 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         # Once connected, psycopg waits for the server here, by default without a limit.
         left = max(0.0, self.deadline - time.monotonic())
-        kwargs["timeout"] = min(left, LONG)  # which psycopg can count
+        kwargs["timeout"] = min(left, LONG)  # psycopg cannot take an infinite timeout
         try:
             return super().wait(*args, **kwargs)
         except psycopg.OperationalError as error:

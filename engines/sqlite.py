@@ -48,6 +48,8 @@ TABLES = f"""
 {";".join(TRIGGERS)};
 PRAGMA application_id = {tables.APPLICATION_ID};
 """
+# Migrations are history: before you change KEY_TABLE, COUNT_* or TRIGGERS, write out here
+# what they were.
 TO_LAYOUT_2 = f"""
 ALTER TABLE account ADD COLUMN created INTEGER NOT NULL DEFAULT 0;
 {tables.COUNT_CREATED};
@@ -185,10 +187,11 @@ class SQLite(Engine):
 
     def _migrate(self, connection: "Connection", creates: bool) -> None:
         """Create the tables or bring them up to date; leave alone what is not ours."""
-        # "delete" is SQLite's default, and the mode of a backup.
+        # Asked without the lock first, since most connects need none. "delete" is SQLite's
+        # default, and the mode of a backup.
         [(mode,)] = connection.fetch("PRAGMA journal_mode", {})
         if self._migrations(connection, creates) or mode == "delete":
-            with self.write_lock():  # for which another process may have been first
+            with self.write_lock():  # another process may have migrated meanwhile
                 connection.execute("PRAGMA journal_mode = WAL")
                 mark = f"PRAGMA user_version = {tables.LAYOUT}"
                 migrations = self._migrations(connection, creates)
@@ -211,7 +214,7 @@ class SQLite(Engine):
 
     @contextmanager
     def write_lock(self) -> Iterator[None]:
-        """Within a process, writers queue. The first one waits for an flock of all processes.
+        """Within a process, writers queue. The first waits for a lock that all processes share.
 
         By itself, SQLite polls less often the longer a writer has waited, which starves
         it. Raises TimeoutError.
@@ -231,7 +234,7 @@ class SQLite(Engine):
 
     def save(self, path: str) -> None:
         """Copy the database to this empty file."""
-        # By its URI: a database in memory is not in the file system by default.
+        # As a URI: from a database in memory, a plain path would make another one in memory.
         to = f"{Path(path).absolute().as_uri()}?vfs=unix"
         self.read("VACUUM INTO :to", {"to": to})  # which waits for no writer
 
@@ -244,7 +247,9 @@ class SQLite(Engine):
         name = getattr(error, "sqlite_errorname", "")
         return name.startswith("SQLITE_BUSY") or isinstance(error, TimeoutError)
 
-    def outage(self, error: BaseException, may_last: bool) -> Unavailable | None:
+    def outage(
+        self, error: BaseException, may_have_been_committed: bool
+    ) -> Unavailable | None:
         if isinstance(error, OSError):
             reason = error.strerror or str(error)
             return Unavailable(f"{reason}: {self._name}")
@@ -252,13 +257,13 @@ class SQLite(Engine):
         if not OUTAGE.match(name):
             return None
         # A commit that could not be synced may yet be found after a crash.
-        is_unknown = may_last and name.startswith("SQLITE_IOERR")
+        is_unknown = may_have_been_committed and name.startswith("SQLITE_IOERR")
         return (OutcomeUnknown if is_unknown else Unavailable)(f"{error}: {self._name}")
 
 
 class Connection(sqlite3.Connection):
     file: DatabaseFile | None  # None: in memory
-    is_committing = True
+    may_commit = True
 
     def fetch(self, sql: str, parameters: Parameters) -> Rows:
         # A statement that returns rows commits only when all of them are fetched.
@@ -267,11 +272,11 @@ class Connection(sqlite3.Connection):
     write = fetch
 
     def begin(self, _seconds: int) -> None:
-        self.is_committing = False
+        self.may_commit = False
         self.execute("BEGIN IMMEDIATE")
 
     def commit(self) -> None:
-        self.is_committing = True
+        self.may_commit = True
         super().commit()
 
     def begin_snapshot(self) -> None:

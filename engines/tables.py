@@ -32,7 +32,7 @@ COLUMNS = {
 APPLICATION_ID = 0x67617264  # "gard": the database is ours
 LAYOUT = 4  # of the tables
 KEY_TABLE = """
-CREATE TABLE idempotency_key (                      -- outlives its Project: it is spent
+CREATE TABLE idempotency_key (                      -- stays when its Project is deleted
     account     TEXT    NOT NULL,
     key         TEXT    NOT NULL,
     digest      BLOB    NOT NULL,                   -- SHA-256 of the members
@@ -41,8 +41,8 @@ CREATE TABLE idempotency_key (                      -- outlives its Project: it 
 ) STRICT, WITHOUT ROWID;
 """
 COMMON_TABLES = f"""
--- Every change of a Project writes its account: by triggers on SQLite, in its own statement
--- on PostgreSQL. A migration to layout 2 or 3, and a restore, count anew.
+-- Every change of a Project writes its account: by triggers on SQLite, and on PostgreSQL by
+-- the statements of the change. A restore counts anew, and so do migrations to 2 and 3.
 CREATE TABLE account (
     name        TEXT    PRIMARY KEY,
     -- Validates the account's lists. It is random, since a counter would return to
@@ -52,7 +52,7 @@ CREATE TABLE account (
     projects    INTEGER NOT NULL DEFAULT 0          -- Projects now
 ) STRICT;
 CREATE TABLE token (
-    id          INTEGER PRIMARY KEY AUTOINCREMENT,  -- no ID is used twice
+    id          INTEGER PRIMARY KEY AUTOINCREMENT,  -- IDs are not given again
     account     TEXT    NOT NULL,
     digest      BLOB    NOT NULL UNIQUE,            -- SHA-256
     created_at  INTEGER NOT NULL,                   -- all times in epoch milliseconds
@@ -83,7 +83,7 @@ CREATE TABLE part (                                 -- a region, zone, parcel, c
 -- Without this index, deleting a Project would scan the account's parts.
 CREATE INDEX part_project ON part (account, project);
 """
-# The account's counters. `created` is only raised: its last Projects may be gone.
+# The account's counters. `created` never falls, since the last Projects may have been deleted.
 COUNT_CREATED = """UPDATE account SET created =
     (SELECT max(seq) FROM project WHERE project.account = account.name)
     WHERE created < (SELECT max(seq) FROM project WHERE project.account = account.name)"""

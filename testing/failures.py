@@ -1,8 +1,8 @@
 """The service with planned failures, and the paths under /test/ that issue tokens.
 
-A plan belongs to a token: its first requests fail as the plan says. What the service says
-is raised in the store, as in production; 429, 502 and 504 are what nginx says with the
-operators' configuration.
+A plan belongs to a token: its first requests fail as the plan says. The service's own
+errors are raised in the store, as in production. 429, 502 and 504 are nginx's, as
+deploy/nginx.conf words them.
 """
 
 import errno

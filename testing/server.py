@@ -42,7 +42,7 @@ class Server(BaseApplication):
         settings = runpy.run_path(str(SETTINGS)) | {
             "bind": f"fd://{self._file}",
             "workers": 1,
-            "threads": 200,  # started when all others are busy, so many cost nothing
+            "threads": 200,  # one starts only when all others are busy
             "timeout": 0,  # else a worker that is silent is killed
             "graceful_timeout": 1,
             "accesslog": None,
