@@ -16,7 +16,7 @@ from werkzeug.exceptions import Unauthorized
 
 from store import Store
 
-PREFIX = "gardening_"  # by which a secret scanner recognizes a leaked token
+TOKEN_PREFIX = "gardening_"  # by which a secret scanner recognizes a leaked token
 View = Callable[..., Any]
 
 
@@ -25,17 +25,16 @@ class BadName(ValueError):
 
 
 def issue_token(store: Store, account: str, days: int | None = None) -> tuple[str, int]:
-    """Issue a token that expires after these days, or never.
+    """Issue a token that expires after this many days, or never; with 0, it has expired.
 
-    `account` is what account_name returned. Returns the token and its id. With 0 days,
-    the token has already expired.
+    `account` is a name that account_name returned. Returns the token and its id.
     """
-    token = PREFIX + secrets.token_urlsafe(32)
+    token = TOKEN_PREFIX + secrets.token_urlsafe(32)
     return token, store.add_token(account, digest(token), days)
 
 
 def account_name(text: str) -> str:
-    """The name in NFC (UAX 15): the same however it was typed. Raises BadName."""
+    """The name in NFC (UAX 15), which is the same however it was typed. Raises BadName."""
     name = unicodedata.normalize("NFC", text)
     if not (0 < len(name) <= 255 and name.isprintable() and name == name.strip()):
         limits = "1 to 255 printable characters, without spaces at its ends"

@@ -45,7 +45,7 @@ token_commands = Group("token", help="Issue, list and revoke access tokens.")
 def create_token(account: str, days: int | None) -> None:
     """Print a new token for ACCOUNT; it cannot be shown again."""
     store, account = current_store(), account_name(account)
-    store.create()
+    store.create_database()
     is_new = not store.has_account(account)
     token, id = issue_token(store, account, days)
     click.echo(token)
@@ -124,7 +124,7 @@ def delete_account(account: str, yes: bool) -> None:
 @with_appcontext
 def create_database() -> None:
     """Create the database, or bring it up to date, as a start of the service does."""
-    current_store().create()
+    current_store().create_database()
 
 
 @click.command("backup", cls=Command)
@@ -181,7 +181,7 @@ def welcome(app: Flask) -> None:
     """On `flask run`, create the database, and say what to do next, or what is wrong."""
     store: Store = app.extensions["store"]
     try:
-        store.create()
+        store.create_database()
         has_tokens = bool(store.list_tokens())
     except Unavailable as error:
         raise click.ClickException(str(error)) from error

@@ -10,7 +10,7 @@ from gunicorn.arbiter import Arbiter
 from gunicorn.workers.base import Worker
 
 UNREAD_LIMIT = 64 * 1024  # bytes; gunicorn drains less than this of an unread body
-PREFIX = os.environ.get("GARDENING_PREFIX", "").strip("/")
+PATH_PREFIX = os.environ.get("GARDENING_PREFIX", "").strip("/")
 
 wsgi_app = "app:create_app()"
 bind = os.environ.get("GARDENING_BIND", "127.0.0.1:8000")
@@ -54,8 +54,8 @@ def pre_request(worker: Worker, request: Any) -> None:
     a close where gunicorn would take an unread body for the next request.
     """
     headers = dict(request.headers)
-    if PREFIX and request.path.startswith(f"/{PREFIX}/"):
-        request.headers.append(("SCRIPT_NAME", f"/{PREFIX}"))
+    if PATH_PREFIX and request.path.startswith(f"/{PATH_PREFIX}/"):
+        request.headers.append(("SCRIPT_NAME", f"/{PATH_PREFIX}"))
     request.headers.append(("SENT-PATH", request.uri.partition("?")[0]))
     size = int(headers.get("CONTENT-LENGTH", 0))
     # Of a chunked body nobody knows the length.

@@ -1,9 +1,9 @@
 """Projects and access tokens: what the service guarantees about them, and the rules.
 
-It imports no Flask, validates no Project, and depends on no engine. An engine runs the
-statements, and renders a Project as the JSON that goes over the wire. Threads and processes
-may share a database. Unless it is in memory, what a method has written is on the disk when
-it returns.
+It imports no Flask, validates no Project, and depends on no particular engine. An engine runs
+the statements, and renders a Project as the JSON that goes over the wire. Threads and
+processes may share a database. When a method returns, what it wrote is on the disk, unless the
+database is in memory.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from engines import statements, tables
-from engines.base import LONG, Engine, Parameters
+from engines.base import COMMAND_TIMEOUT, Engine, Parameters
 
 
 class NotFound(Exception):
@@ -83,6 +83,7 @@ class Token(NamedTuple):
 
 Members = Mapping[str, object]  # some or all of those that a caller can set
 DAY = 86_400_000  # milliseconds
+MEMBERS_OF_1_2 = ("name", "postal_code", "location")
 ALWAYS = Precondition()
 WHOLE = Page(0, 2**63 - 1)  # the list as one page; no database takes a larger LIMIT
 
@@ -90,8 +91,9 @@ WHOLE = Page(0, 2**63 - 1)  # the list as one page; no database takes a larger L
 class Store:
     """The rules, for any engine.
 
-    Any method may raise engines.base.Unavailable, and one that writes OutcomeUnknown. Each
-    change checks and writes in one statement or transaction, so no other comes between.
+    Any method may raise engines.base.Unavailable, and one that writes may raise
+    OutcomeUnknown. Each change checks and writes in one statement or transaction, so that no
+    other change comes between.
     """
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.time) -> None:
@@ -100,12 +102,12 @@ class Store:
         self._clock = clock
 
     def close(self) -> None:
-        """Close the idle connections; the store can go on, with new ones."""
+        """Close the idle connections. The store can still be used, and opens new ones."""
         self.engine.close()
 
-    def create(self) -> None:
-        """Create the database, unless there is one, and bring it up to date."""
-        self.engine.create()
+    def create_database(self) -> None:
+        """Create the database unless there is one, and bring it up to date."""
+        self.engine.create_database()
 
     def check(self) -> None:
         """Raises Unavailable if the database cannot be read now."""
@@ -124,8 +126,8 @@ class Store:
         values["revision"] = secrets.token_hex(8)
         if key is None:
             return Project(*self.engine.write(self.engine.CREATE, values)[0])
-        digest = fingerprint(columns)
-        claim = {"account": account, "key": key, "digest": digest, "project": id}
+        claim: Parameters = {"account": account, "key": key, "project": id}
+        claim["digest"] = fingerprint(columns)
         with self.engine.transaction() as connection:
             [(first_id, first_digest)] = connection.fetch(statements.CLAIM_KEY, claim)
             if first_id == id:
@@ -135,7 +137,7 @@ class Store:
             project = self.get_project(account, first_id)
         except NotFound:
             raise KeySpent from None
-        if first_digest != digest:
+        if first_digest != claim["digest"]:
             raise KeyReused
         return project
 
@@ -162,10 +164,10 @@ class Store:
         self._change(self.engine.DELETE, identity(account, id), condition)
 
     def list_etag(self, account: str, page: Page | None = None) -> str:
-        """The ETag of what `list_projects` returns, which renders the Projects as well.
+        """The ETag of what `list_projects` returns, without rendering the Projects.
 
-        Any change gives the account's lists new ETags, and old ones never return. The
-        exception: a deleted account has the ETags of one that never had a Project.
+        Any change gives the account's lists new ETags, and old ones never return, with one
+        exception: a deleted account has the ETags of an account that never had a Project.
         """
         rows = self.engine.read(statements.REVISION, {"account": account})
         return etag_of(rows[0][0] if rows else None, page)
@@ -185,7 +187,7 @@ class Store:
         return ProjectList(etag, document, next_after)
 
     def add_token(self, account: str, digest: bytes, days: int | None = None) -> int:
-        """Let a token act for the account: for this many days, or without a limit.
+        """Let a token act for the account for this many days, or for ever.
 
         Returns the token's id.
         """
@@ -222,8 +224,8 @@ class Store:
         return [Account(*row) for row in self.engine.read(statements.ACCOUNTS, {})]
 
     def delete_account(self, name: str) -> None:
-        """Delete the account and all that is its own, if there is one."""
-        with self.engine.transaction(LONG) as connection:
+        """Delete the account and all that it owns, if there is such an account."""
+        with self.engine.transaction(COMMAND_TIMEOUT) as connection:
             for sql in statements.DELETE_ACCOUNT:
                 connection.fetch(sql, {"name": name})
 
@@ -251,7 +253,7 @@ def identity(account: str, id: str) -> Parameters:
 
 
 def etag_of(revision: str | None, page: Page | None) -> str:
-    """The ETag of a list, from the account's revision and what names the page."""
+    """The ETag of a list, made of the account's revision and the page that was asked for."""
     numbers = [str(number) for number in page or [] if number is not None]
     return f"{revision or ''}-{'-'.join(numbers)}"
 
@@ -268,13 +270,12 @@ def as_columns(members: Members) -> Parameters:
 def fingerprint(columns: Parameters) -> bytes:
     """A SHA-256 digest of the members, to compare requests with the same key.
 
-    It is the same in every release: a member that came after 1.2.0 counts only if it is
-    not null, and stands behind the others in MEMBERS.
+    It is the same in every release. So a member that came after 1.2.0 counts only if it is
+    not null, and the order of the members never changes: new ones are last in MEMBERS.
     """
-    always = ("name", "postal_code", "location")
     compared = {
         name: value
         for name, value in columns.items()
-        if name in always or value is not None
+        if name in MEMBERS_OF_1_2 or value is not None
     }
     return hashlib.sha256(json.dumps(compared).encode()).digest()

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from engines import statements, tables
-from engines.base import LONG, Engine, Session, Unavailable
+from engines.base import COMMAND_TIMEOUT, Engine, Session, Unavailable
 from engines.files import new_file
 from engines.sqlite import SQLite
 
@@ -30,7 +30,10 @@ class BadBackup(Exception):
 
 
 def backup(engine: Engine, path: str, progress: Progress = silent) -> None:
-    """Write a copy of this moment to a new SQLite file. Raises Unavailable."""
+    """Write the database, as it is at this moment, to a new SQLite file.
+
+    Raises Unavailable.
+    """
     try:
         with new_file(path) as unnamed:
             if isinstance(engine, SQLite):
@@ -41,7 +44,7 @@ def backup(engine: Engine, path: str, progress: Progress = silent) -> None:
                     scratch(os.path.dirname(unnamed)) as folder,
                     closing(SQLite(f"{folder}/copy")) as copy,
                 ):
-                    copy.create()
+                    copy.create_database()
                     copy_rows(engine, copy, progress)
                     copy.save(unnamed)
     except OSError as error:
@@ -61,7 +64,7 @@ def restore(engine: Engine, path: str, progress: Progress = silent) -> None:
             closing(SQLite(f"{folder}/copy")) as copy,
         ):
             copy_file(path, f"{folder}/copy")
-            engine.create()  # not before, since a bad file must create nothing
+            engine.create_database()  # not before, since a bad file must create nothing
             copy_rows(copy, engine, progress)
     except OSError as error:
         raise Unavailable(f"{error.strerror}: {error.filename}") from error
@@ -120,7 +123,7 @@ def copy_rows(source: Engine, target: Engine, progress: Progress) -> None:
     # An error of either engine passes through both; of two kinds, each recognizes its own.
     with (
         Session(source, source.readers) as rows,
-        target.transaction(LONG) as filled,
+        target.transaction(COMMAND_TIMEOUT) as filled,
     ):
         rows.begin_snapshot()
         for table in tables.COLUMNS:

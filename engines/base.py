@@ -14,18 +14,21 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Protocol
 
+from engines.statements import CHECK
 from engines.tables import LAYOUT
 
 Parameters = dict[str, Any]  # of a statement, by name
 Rows = list[Any]
-LONG = 3600  # seconds that a command may take; a request gets far fewer
-TRIAL = 5.0  # seconds after which another caller may try, even if a trial has not ended
+COMMAND_TIMEOUT = 3600  # seconds that a command may take; a request gets far fewer
+TRIAL_TIMEOUT = (
+    5.0  # seconds after which another caller may try, even if a trial has not ended
+)
 
 
 class Unavailable(Exception):
     """The database is locked, full or out of reach.
 
-    Nothing was changed, unless it is an OutcomeUnknown.
+    Nothing was changed, except perhaps by a write that raises OutcomeUnknown.
     """
 
 
@@ -36,17 +39,20 @@ class OutcomeUnknown(Unavailable):
 class Connection(Protocol):
     """A connection of either driver; one thread at a time uses it."""
 
-    # False from BEGIN to COMMIT: until then, an error means that nothing was changed.
-    may_commit: bool
+    # False between `begin` and `commit`, where an error means that nothing was changed.
+    may_have_committed: bool
 
     def fetch(self, sql: str, parameters: Parameters) -> Rows:
-        """All rows of a statement, which is a transaction unless `begin` was called."""
+        """Run a statement and return all its rows.
+
+        Unless `begin` was called, the statement is a transaction of its own.
+        """
 
     def write(self, sql: str, parameters: Parameters) -> Rows:
-        """The same for one that writes, outside of a transaction."""
+        """Run a statement that writes, as a transaction of its own."""
 
     def begin(self, seconds: int) -> None:
-        """Begin a transaction that writes, and may take so long; 0: as long as a request."""
+        """Begin a transaction that writes. It may take this long; 0: as long as a request."""
 
     def commit(self) -> None: ...
 
@@ -55,10 +61,13 @@ class Connection(Protocol):
     # The rest is for backup and restore alone.
 
     def begin_snapshot(self) -> None:
-        """Begin a long transaction that sees the database as it is at this moment."""
+        """Begin a long transaction that sees the database as it is at this moment.
+
+        On a cluster, each account is seen as it is at a moment of its own.
+        """
 
     def stream(self, sql: str) -> Generator[Any]:
-        """The rows of a statement, however many: they are not all in memory at once."""
+        """The rows of a statement, one by one, without holding all of them in memory."""
 
     def insert(self, table: str, columns: Iterable[str], rows: Iterable[Any]) -> None:
         """Add the rows to a table."""
@@ -67,8 +76,8 @@ class Connection(Protocol):
 class Breaker:
     """A circuit breaker: once a caller has waited in vain, it refuses the others.
 
-    While it is closed, all may pass. It opens for `pause` seconds, in which nobody may.
-    Then it is half-open: one caller may try, and the others once that has succeeded.
+    While it is closed, everybody may pass. It opens for `pause` seconds, in which nobody may.
+    Then it is half-open: one caller may try, and if that succeeds, it closes.
     """
 
     def __init__(self, pause: float) -> None:
@@ -76,12 +85,12 @@ class Breaker:
         self._retry_at = 0.0  # on the clock of time.monotonic()
         self.is_closed = True
 
-    def enter(self) -> None:
-        """While it is not closed: raises Unavailable for a caller who may not pass."""
+    def admit(self) -> None:
+        """Called while it is not closed. Raises Unavailable for a caller who may not pass."""
         now = time.monotonic()
         if now < self._retry_at:
             raise Unavailable("another caller has just waited in vain")
-        self._retry_at = now + TRIAL
+        self._retry_at = now + TRIAL_TIMEOUT
 
     def open(self) -> None:
         self._retry_at = time.monotonic() + self._pause
@@ -94,19 +103,20 @@ class Breaker:
 class Engine(ABC):
     """A database.
 
-    Its idle connections are kept by process id. After a fork, the child neither uses nor
-    closes those of its parent.
+    Its idle connections are kept by process id, since after a fork the child may neither use
+    nor close those of its parent.
     """
 
     TABLES: str  # of the current layout
-    MIGRATIONS: tuple[str, ...]  # to it: from layout 1 to 2, from 2 to 3, …
-    # The next three return Projects: the id, the ETag and the JSON document.
+    MIGRATIONS: tuple[str, ...]  # from layout 1 to 2, from 2 to 3, …
+    # The next three return a Project: its id, its ETag and its JSON document.
     GET: str
     CREATE: str
     UPDATE: str  # with {changes} for the columns to set
     DELETE: str  # returns the id
-    # The account's revision and number of Projects; the `seq` of the last one returned, or
-    # null if none follows; and the JSON array of those after :after and :offset, up to :size.
+    # Returns the account's revision, its number of Projects, the `seq` of the last Project
+    # of this page (null if none follows), and the page as a JSON array. The page starts
+    # behind the `seq` :after, skips :offset Projects and has up to :size.
     LIST: str
     PAUSE = 1.0  # seconds for which callers are refused after one has waited in vain
     # For backup and restore alone:
@@ -123,54 +133,55 @@ class Engine(ABC):
     def connect(self, creates: bool) -> Connection:
         """A new connection. The first one brings the tables up to date.
 
-        It creates those that are missing only if it `creates`. Raises Unavailable, or an
-        error that `outage` knows.
+        Only with `creates` does it create missing tables. Raises Unavailable, or an error
+        that `outage` knows.
         """
 
     @abstractmethod
     def outage(
-        self, error: BaseException, may_have_been_committed: bool
+        self, error: BaseException, may_have_committed: bool
     ) -> Unavailable | None:
-        """The outage that an error means, if it is one and no defect.
+        """The outage that an error means; None for a defect.
 
-        OutcomeUnknown only if the change may have been committed.
+        It is OutcomeUnknown only if the change may have been committed.
         """
 
     @abstractmethod
     def waited_in_vain(self, error: BaseException) -> bool:
-        """Whether the caller waited until a limit, so that others should not even try."""
+        """Whether the caller waited until a limit, so that others should not try now."""
 
     def write_lock(self) -> AbstractContextManager[None]:
         """What a writer holds while it writes. By default, nothing."""
         return nullcontext()
 
-    def create(self) -> None:
+    def create_database(self) -> None:
         """Create the database, unless there is one. Raises Unavailable.
 
-        `flask run`, gunicorn's start, by the command `init-db`, `token create` and `restore`
-        call this. A backup or a worker that created one would hide that it was lost.
+        Only `flask run`, `init-db` (which gunicorn's start runs), `token create` and
+        `restore` call this. A backup or a worker must not: an empty database in the place
+        of a lost one would hide the loss.
         """
-        self.idle[os.getpid()].append(self.open(self.writers, creates=True))
+        self.idle[os.getpid()].append(self.open_connection(self.writers, creates=True))
 
     def check(self) -> None:
         """Raises Unavailable if the database cannot be read now."""
-        self.read("SELECT id FROM token LIMIT 1", {})
+        self.read(CHECK, {})
 
     def read(self, sql: str, parameters: Parameters) -> Rows:
-        """All rows of a statement. Raises Unavailable."""
+        """Run a statement and return all its rows. Raises Unavailable."""
         with Session(self, self.readers) as connection:
             return connection.fetch(sql, parameters)
 
     def write(self, sql: str, parameters: Parameters) -> Rows:
-        """The same for one that writes. Raises OutcomeUnknown as well."""
+        """Run a statement that writes. Raises Unavailable, OutcomeUnknown."""
         with Session(self, self.writers) as connection, self.write_lock():
             return connection.write(sql, parameters)
 
     @contextmanager
     def transaction(self, seconds: int = 0) -> Iterator[Connection]:
-        """A connection for several statements: all of them are made, or none.
+        """A transaction of several statements. Raises Unavailable, OutcomeUnknown.
 
-        They may take this many seconds; by default, as long as a request may.
+        It may take this many seconds; by default, as long as a request may.
         """
         with Session(self, self.writers) as connection, self.write_lock():
             connection.begin(seconds)
@@ -184,32 +195,33 @@ class Engine(ABC):
         except IndexError:
             return None
 
-    def open(self, breaker: Breaker, creates: bool = False) -> Connection:
+    def open_connection(self, breaker: Breaker, creates: bool = False) -> Connection:
         """A new connection. Raises Unavailable."""
         try:
             return self.connect(creates)
         except BaseException as error:
-            self.on_error(error, breaker, may_have_been_committed=False)
+            self.on_error(error, breaker, may_have_committed=False)
             raise
 
     def on_error(
-        self, error: BaseException, breaker: Breaker, may_have_been_committed: bool
+        self, error: BaseException, breaker: Breaker, may_have_committed: bool
     ) -> None:
-        """Open or close the breaker; raise the outage that the error means, if any."""
+        """Open or close the breaker, and raise the outage that the error means, if any."""
         if self.waited_in_vain(error):
             breaker.open()
         else:
             breaker.close()
-        if outage := self.outage(error, may_have_been_committed):
+        if outage := self.outage(error, may_have_committed):
             raise outage from error
 
     def migrations_from(
         self, layout: int | None, is_empty: bool, creates: bool
     ) -> tuple[str, ...]:
-        """The migrations to the current layout, from this one or from no tables at all.
+        """What brings a database of this layout up to date, or creates the tables.
 
-        `layout` is None for the database of another program. Raises Unavailable for
-        that, for the layout of a newer release, and for no tables unless it `creates`.
+        `layout` is None for the database of another program. Raises Unavailable for the
+        database of another program or of a newer release, and for an empty one unless the
+        caller `creates` the tables.
         """
         if is_empty:
             if not creates:
@@ -223,12 +235,12 @@ class Engine(ABC):
         return self.MIGRATIONS[layout - 1 :]
 
     def close(self) -> None:
-        """Close the connections that are idle; the engine can go on, with new ones."""
+        """Close the idle connections. The engine can still be used, and opens new ones."""
         close_idle(self.idle)
 
 
 def close_idle(idle: dict[int, list[Connection]]) -> None:
-    """Close those of this process."""
+    """Close this process's connections."""
     connections = idle[os.getpid()]
     while connections:
         try:
@@ -239,9 +251,9 @@ def close_idle(idle: dict[int, list[Connection]]) -> None:
 
 
 class Session:
-    """A connection for a while. After an error it is closed, and an outage raised.
+    """Lends a connection. After an error, it closes the connection and raises the outage.
 
-    It is a class, since a generator in its place costs a tenth of a read.
+    It is a class because a generator would make a read a tenth slower.
     """
 
     def __init__(self, engine: Engine, breaker: Breaker) -> None:
@@ -250,8 +262,8 @@ class Session:
     def __enter__(self) -> Connection:
         engine, breaker = self._engine, self._breaker
         if not breaker.is_closed:
-            breaker.enter()
-        self._connection = engine.take_idle() or engine.open(breaker)
+            breaker.admit()
+        self._connection = engine.take_idle() or engine.open_connection(breaker)
         return self._connection
 
     def __exit__(
@@ -268,4 +280,4 @@ class Session:
             return
         connection.close()
         writes = self._breaker is engine.writers
-        engine.on_error(error, self._breaker, writes and connection.may_commit)
+        engine.on_error(error, self._breaker, writes and connection.may_have_committed)

@@ -60,11 +60,11 @@ def sync(path: str) -> None:
 
 
 class DatabaseFile:
-    """The file of a database: the one that its name led to at the first use.
+    """The file of a database: the one that had the name at the first use.
 
-    SQLite would go on with a file that was removed or replaced, and nobody would find
-    what was written. Closing a file drops every POSIX lock that the process has on it,
-    SQLite's as well: so once a database has its name, nothing here opens it.
+    SQLite would go on with a file that was removed or replaced, and what it wrote there would
+    be lost. Closing a file drops every POSIX lock that the process has on it, SQLite's too. So
+    nothing here opens a database that has its name.
     """
 
     def __init__(self, path: str, makes_folder: bool) -> None:
@@ -77,7 +77,8 @@ class DatabaseFile:
     def create(self) -> None:
         """Create a file that is missing and was never seen. Raises OSError, Unavailable."""
         wal = f"{self._target}-wal"
-        # Asked before the name: whoever creates the database creates its -wal later.
+        # Asked before the name, since another process that creates the database now creates its
+        # -wal later.
         has_wal = os.path.exists(wal)
         if self._id or os.path.exists(self.path):
             return

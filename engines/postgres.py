@@ -16,14 +16,21 @@ import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
 from engines import tables
-from engines.base import LONG, Engine, OutcomeUnknown, Parameters, Rows, Unavailable
+from engines.base import (
+    COMMAND_TIMEOUT,
+    Engine,
+    OutcomeUnknown,
+    Parameters,
+    Rows,
+    Unavailable,
+)
 
-KEPT = 16_384  # bytes of a document that a cursor may keep
-TIMEOUT = 4.5  # seconds for a statement or a transaction, once connected
+MAX_KEPT = 16_384  # bytes of a document that an idle cursor may hold in memory
+TIMEOUT = 4.5  # seconds for a statement or a transaction, and for the connect before it
 CONNECT_TIMEOUT = 2  # seconds for each host; libpq takes no less
-STATEMENT_TIMEOUT = 4  # seconds, after which the server itself gives up
-LOCK_TIMEOUT = 1  # seconds of these that it may wait for others
-OUTAGES = (  # SQLSTATEs, or how they start, of statements that had no effect
+STATEMENT_TIMEOUT = 4  # seconds, after which the server itself ends a statement
+LOCK_TIMEOUT = 1  # seconds that a statement may wait for a lock
+OUTAGES = (  # beginnings of the SQLSTATEs of statements that had no effect
     "25006",  # the server is a standby
     "3F000",  # no schema
     "40",  # contention
@@ -51,9 +58,9 @@ def translate(ddl: str) -> str:
 
 
 # Release 2.1.0 counts an account's Projects by triggers, and its processes may write beside
-# ours until they end. So the triggers stay in a database that they were in, and return at
-# once in our sessions, which count for themselves: see gardening.counts in SETTINGS. Layout
-# 4 replaces the function of 2.1.0, which does not ask.
+# ours until they end. So a database that has the triggers keeps them. In our sessions, whose
+# statements count for themselves, they do nothing: see gardening.counts in SETTINGS. The
+# function of 2.1.0 does not ask, so layout 4 replaces it.
 COUNT_FOR_OTHERS = """
 CREATE OR REPLACE FUNCTION count_projects() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
     IF current_setting('gardening.counts', true) = 'itself' THEN RETURN NULL; END IF;
@@ -94,8 +101,8 @@ SELECT current_setting('server_encoding'),
     (SELECT count(*) FROM information_schema.tables
     WHERE table_schema = current_schema() AND table_type = 'BASE TABLE')
 """
-# Whatever the defaults: writers of an account wait instead of failing, and a commit waits
-# for the disk and the synchronous standby.
+# Whatever the server's defaults, writers of an account wait for each other instead of
+# failing, and a commit waits for the disk and the synchronous standby.
 SETTINGS = f"""
 SET statement_timeout = '{STATEMENT_TIMEOUT}s';
 SET lock_timeout = '{LOCK_TIMEOUT}s';
@@ -105,7 +112,7 @@ SELECT set_config('synchronous_commit', 'on', false)
 WHERE current_setting('synchronous_commit') IN ('off', 'local');
 """
 IS_CLUSTER = "SELECT EXISTS (SELECT FROM pg_extension WHERE extname = 'citus')"
-# Citus does not hand a comment on.
+# Citus copies no comment to the workers. deploy/citus.sql needs the same statement.
 MARK_WORKERS = """SELECT run_command_on_workers(format('COMMENT ON TABLE project IS %L',
     obj_description('project'::regclass, 'pg_class')))"""
 
@@ -132,10 +139,10 @@ COUNT_ONE_MORE = """INSERT INTO account AS present (name, created, projects, rev
     VALUES (:account, 1, 1, :revision)
     ON CONFLICT (name) DO UPDATE SET created = present.created + 1,
         projects = present.projects + 1, revision = excluded.revision"""
-INSERT = f"""INSERT INTO project AS made
-    (id, account, seq, created_at, updated_at, {", ".join(tables.SETTABLE)})"""
 # The name comes from the account's row: by that, Citus knows the node.
-CREATED = f":id, name, created, :now, :now, :{', :'.join(tables.SETTABLE)}"
+INSERT_FROM = f"""INSERT INTO project AS made
+    (id, account, seq, created_at, updated_at, {", ".join(tables.SETTABLE)})
+    SELECT :id, name, created, :now, :now, :{", :".join(tables.SETTABLE)} FROM"""
 
 
 class Silence(psycopg.OperationalError):
@@ -148,17 +155,20 @@ class PostgreSQL(Engine):
     TABLES = translate(tables.COMMON_TABLES)
     MIGRATIONS = (TO_LAYOUT_2, TO_LAYOUT_3, TO_LAYOUT_4)
     GET = f"SELECT {PROJECT} FROM project WHERE id = :id AND account = :account"
-    # Every writer, DELETE_ACCOUNT too, takes the row of the account before any Project. So an
+    # Every writer, DELETE_ACCOUNT too, locks the row of the account before any Project. So an
     # account's revisions are in the order of the commits, and no two writers can deadlock.
+    # (CLAIM_KEY comes before, but a writer who goes on after it holds a row that is new.)
     CREATE = f"""WITH counted AS ({COUNT_ONE_MORE} RETURNING name, created)
-        {INSERT} SELECT {CREATED} FROM counted RETURNING {PROJECT}"""
-    # On a cluster, CREATE would be a two-phase commit on every node. So there `fetch`, which
-    # knows it by its text, runs COUNT_ONE_MORE and CREATE_COUNTED in one transaction.
-    CREATE_COUNTED = f"""{INSERT} SELECT {CREATED}
-        FROM account WHERE name = :account RETURNING {PROJECT}"""
+        {INSERT_FROM} counted RETURNING {PROJECT}"""
+    # On a cluster, CREATE would be a two-phase commit on every node. So `Connection.fetch`
+    # runs these two statements in its place.
+    CREATE_ON_CLUSTER = (
+        COUNT_ONE_MORE,
+        f"{INSERT_FROM} account WHERE name = :account RETURNING {PROJECT}",
+    )
     # MAY_MATCH is tested first, so that a change that cannot match locks nothing. MATCHES is
     # tested again under the lock, since the Project may have changed meanwhile. If only the
-    # second test fails, the account's lists may get a new revision for nothing.
+    # second test fails, the account's lists get a new revision for nothing.
     UPDATE = f"""WITH revised AS (UPDATE account SET revision = :revision
             WHERE {MAY_MATCH} RETURNING revision),
         changed AS (UPDATE project
@@ -199,7 +209,7 @@ class PostgreSQL(Engine):
                 target_session_attrs="read-write",
             )
         except psycopg.Error as error:
-            # The error is the last host's; only the time tells of a silent one before it.
+            # The error is that of the last host. Only the time shows that one was silent.
             is_silent = time.monotonic() - started >= CONNECT_TIMEOUT
             raise (Silence if is_silent else Unavailable)(one_line(error)) from error
         connection.deadline = started + TIMEOUT
@@ -216,7 +226,7 @@ class PostgreSQL(Engine):
             return None
         poll = select.poll()
         poll.register(connection, select.POLLIN)
-        if poll.poll(0):  # an idle server only writes to say that it is closing
+        if poll.poll(0):  # an idle server sends nothing but the news that it closes
             connection.close()
             return None
         connection.deadline = time.monotonic() + TIMEOUT
@@ -226,13 +236,15 @@ class PostgreSQL(Engine):
         return isinstance(error, Silence)
 
     def outage(
-        self, error: BaseException, may_have_been_committed: bool
+        self, error: BaseException, may_have_committed: bool
     ) -> Unavailable | None:
         state = getattr(error, "sqlstate", None) or ""
         if is_lost(error):
-            if not state:  # else it is a node of the cluster that was lost
+            if (
+                not state
+            ):  # otherwise, a node of the cluster was lost, and not this server
                 self.close()
-            return (OutcomeUnknown if may_have_been_committed else Unavailable)(
+            return (OutcomeUnknown if may_have_committed else Unavailable)(
                 one_line(error)
             )
         return Unavailable(one_line(error)) if state.startswith(OUTAGES) else None
@@ -253,7 +265,7 @@ class PostgreSQL(Engine):
             if migrations:
                 if connection.is_cluster and not connection.is_at_coordinator():
                     raise Unavailable("connect to the coordinator to change the tables")
-                connection.extend(LONG)
+                connection.extend(COMMAND_TIMEOUT)
                 mark = f"COMMENT ON TABLE project IS '{MARK}{tables.LAYOUT}'"
                 connection.execute(";".join([*migrations, mark]))
         if migrations and connection.is_cluster:
@@ -262,65 +274,65 @@ class PostgreSQL(Engine):
 
 
 class Connection(psycopg.Connection[tuple[Any, ...]]):
-    """One that gives up at its deadline, even while a commit waits for a standby."""
+    """A connection that gives up at its deadline, even while a commit waits for a standby."""
 
     # On the clock of time.monotonic(). `connect`, `take_idle` and `extend` set it.
     deadline = math.inf
-    may_commit = True
+    may_have_committed = True
     is_cluster = False
 
     @cached_property
     def cursors(self) -> defaultdict[str, psycopg.Cursor[tuple[Any, ...]]]:
-        """One per statement: a cursor whose statement changes sets up psycopg anew."""
+        """One per statement, since to change a cursor's statement makes psycopg start anew."""
         return defaultdict(partial(self.cursor, binary=True))
 
     def fetch(self, sql: str, parameters: Parameters) -> Rows:
         if self.is_cluster and sql == PostgreSQL.CREATE:
-            self.fetch(COUNT_ONE_MORE, parameters)
-            sql = PostgreSQL.CREATE_COUNTED
+            count, sql = PostgreSQL.CREATE_ON_CLUSTER
+            self.fetch(count, parameters)
         cursor = self.cursors[sql].execute(as_psycopg(sql), parameters)
         if cursor.rownumber is None:
             return []  # the statement returns no rows
         rows = cursor.fetchall()
         document = rows[0][-1] if rows else None  # a document is always the last column
-        if isinstance(document, bytes) and len(document) > KEPT:
-            del self.cursors[sql]  # it would keep a long list in memory
+        if isinstance(document, bytes) and len(document) > MAX_KEPT:
+            del self.cursors[sql]  # which would keep the long list in memory
         return rows
 
     def is_at_coordinator(self) -> bool:
-        """Of a cluster."""
+        """Whether the server is the coordinator of its cluster."""
         [(found,)] = self.execute("SELECT citus_is_coordinator()")
         return bool(found)
 
     def write(self, sql: str, parameters: Parameters) -> Rows:
         if not self.is_cluster:
             return self.fetch(sql, parameters)
-        # Without BEGIN, a node commits its statement itself. If the node is lost then, the
-        # error does not say whether it had. With BEGIN, only the COMMIT can be in doubt.
+        # Without BEGIN, the node commits the statement by itself. If the node is lost, nobody
+        # knows whether it had. With BEGIN, only the outcome of the COMMIT can be unknown.
         self.begin(0)
         rows = self.fetch(sql, parameters)
         self.commit()
         return rows
 
     def commit(self) -> None:
-        self.may_commit = True
+        self.may_have_committed = True
         try:
             super().commit()
         except psycopg.Error as error:
-            # Some nodes may have committed. A lost connection is for `outage` to judge.
+            # Some nodes may have committed. (`outage` knows what a lost connection means.)
             if self.is_cluster and not is_lost(error):
                 raise OutcomeUnknown(one_line(error)) from error
             raise
 
     def begin(self, seconds: int) -> None:
-        self.may_commit = False
+        self.may_have_committed = False
         self.execute("BEGIN")
         if seconds:
             self.extend(seconds)
 
     def begin_snapshot(self) -> None:
         self.execute("BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY")
-        self.extend(LONG)
+        self.extend(COMMAND_TIMEOUT)
 
     def extend(self, seconds: int) -> None:
         """Let the transaction take so long."""
@@ -329,7 +341,7 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
             self.execute("SELECT set_config(%s, %s, true)", [limit, f"{seconds}s"])
 
     def stream(self, sql: str) -> Generator[Any]:
-        # With a name, the rows stay on the server, and come in parts.
+        # Because the cursor has a name, the rows stay on the server and come in parts.
         with self.cursor("stream") as cursor:
             yield from cursor.execute(sql)
 
@@ -342,7 +354,9 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         # Once connected, psycopg waits for the server here, by default without a limit.
         left = max(0.0, self.deadline - time.monotonic())
-        kwargs["timeout"] = min(left, LONG)  # psycopg cannot take an infinite timeout
+        kwargs["timeout"] = min(
+            left, COMMAND_TIMEOUT
+        )  # psycopg cannot take an infinite timeout
         try:
             return super().wait(*args, **kwargs)
         except psycopg.OperationalError as error:
@@ -354,8 +368,8 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
 def refuse_malformed(url: str) -> None:
     """Raises Unavailable without a part of the URL, which may be the password.
 
-    psycopg quotes the host and the port of a URL that it cannot read. They are a part of
-    the password, if that holds an "@", "/", "?" or "#".
+    psycopg quotes the host and the port of a URL that it cannot read. If a password holds an
+    "@", "/", "?" or "#", these are parts of the password.
     """
     try:
         if not re.fullmatch("postgresql://([^@/?#]*@)?[^@]*", url):
@@ -374,7 +388,7 @@ def as_psycopg(sql: str) -> bytes:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether the connection was lost, or the server cannot tell if it committed."""
+    """Whether the connection was lost, or the server does not know if it has committed."""
     if not isinstance(error, psycopg.OperationalError):
         return False
     state = error.sqlstate

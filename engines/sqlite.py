@@ -27,29 +27,25 @@ OUTAGE = re.compile(  # what an operator can mend, or a retry can get past
     "SQLITE_(BUSY|LOCKED|READONLY|IOERR|CORRUPT|FULL|CANTOPEN|PROTOCOL|NOTADB)"
 )
 
-TRIGGERS = (
-    """CREATE TRIGGER project_insert AFTER INSERT ON project BEGIN
+TRIGGERS = """
+CREATE TRIGGER project_insert AFTER INSERT ON project BEGIN
         INSERT INTO account (name, revision, created, projects)
         VALUES (new.account, hex(randomblob(8)), new.seq, 1)
         ON CONFLICT (name) DO UPDATE SET
-            revision = excluded.revision, created = new.seq, projects = projects + 1; END""",
-    """CREATE TRIGGER project_update AFTER UPDATE ON project BEGIN
-        UPDATE account SET revision = hex(randomblob(8)) WHERE name = new.account; END""",
-    """CREATE TRIGGER project_delete AFTER DELETE ON project BEGIN
+            revision = excluded.revision, created = new.seq, projects = projects + 1; END;
+CREATE TRIGGER project_update AFTER UPDATE ON project BEGIN
+        UPDATE account SET revision = hex(randomblob(8)) WHERE name = new.account; END;
+CREATE TRIGGER project_delete AFTER DELETE ON project BEGIN
         UPDATE account SET revision = hex(randomblob(8)), projects = projects - 1
-        WHERE name = old.account; END""",
-)
-DROP_TRIGGERS = tuple(
-    f"DROP TRIGGER IF EXISTS project_{event}"
-    for event in ("insert", "update", "delete")
-)
+        WHERE name = old.account; END;
+"""
 TABLES = f"""
 {tables.COMMON_TABLES}
-{";".join(TRIGGERS)};
+{TRIGGERS}
 PRAGMA application_id = {tables.APPLICATION_ID};
 """
-# Migrations are history: before you change KEY_TABLE, COUNT_* or TRIGGERS, write out here
-# what they were.
+# A migration must not change once it was released: before you change KEY_TABLE, COUNT_* or
+# TRIGGERS, write out here what they were.
 TO_LAYOUT_2 = f"""
 ALTER TABLE account ADD COLUMN created INTEGER NOT NULL DEFAULT 0;
 {tables.COUNT_CREATED};
@@ -58,11 +54,12 @@ ALTER TABLE account ADD COLUMN created INTEGER NOT NULL DEFAULT 0;
 TO_LAYOUT_3 = f"""
 ALTER TABLE account ADD COLUMN projects INTEGER NOT NULL DEFAULT 0;
 {tables.COUNT_PROJECTS};
-{";".join([*DROP_TRIGGERS, *TRIGGERS])};
 """
-# The tables as layout 4 has them, since SQLite changes no constraint of a table.
+# SQLite cannot change the constraints of a table, so this makes new tables and copies the rows.
 TO_LAYOUT_4 = f"""
-{";".join(DROP_TRIGGERS)};
+DROP TRIGGER IF EXISTS project_insert;
+DROP TRIGGER IF EXISTS project_update;
+DROP TRIGGER IF EXISTS project_delete;
 DROP INDEX part_project;
 ALTER TABLE project RENAME TO project_3;
 ALTER TABLE part RENAME TO part_3;
@@ -81,7 +78,7 @@ INSERT INTO part SELECT part_3.id, project, kind, account
 DROP TABLE part_3;
 DROP TABLE project_3;
 CREATE INDEX part_project ON part (account, project);
-{";".join(TRIGGERS)};
+{TRIGGERS}
 """
 
 
@@ -143,7 +140,7 @@ class SQLite(Engine):
             # The database lasts as long as one connection to it.
             kept = sqlite3.connect(self._uri, uri=True, check_same_thread=False)
             weakref.finalize(self, kept.close)
-            self.create()
+            self.create_database()
         else:
             self._file = DatabaseFile(path, makes_folder)
             self.folder = os.path.dirname(self._file.path)
@@ -152,9 +149,9 @@ class SQLite(Engine):
             self._uri = f"{Path(self._file.path).as_uri()}?mode=rw"
 
     def connect(self, creates: bool) -> "Connection":
-        """A new connection, but to no file that a parent of this process has opened.
+        """A new connection. Raises Unavailable, also in a child of the process that opened the file.
 
-        A forked process inherits SQLite's own table of the locks, and holds none of them.
+        A forked child inherits SQLite's table of its locks, but not the locks themselves.
         """
         if self._file:
             self._process = self._process or os.getpid()
@@ -187,8 +184,8 @@ class SQLite(Engine):
 
     def _migrate(self, connection: "Connection", creates: bool) -> None:
         """Create the tables or bring them up to date; leave alone what is not ours."""
-        # Asked without the lock first, since most connects need none. "delete" is SQLite's
-        # default, and the mode of a backup.
+        # The first question needs no lock, and mostly answers itself. "delete" is the mode of
+        # a new file and of a backup.
         [(mode,)] = connection.fetch("PRAGMA journal_mode", {})
         if self._migrations(connection, creates) or mode == "delete":
             with self.write_lock():  # another process may have migrated meanwhile
@@ -214,10 +211,10 @@ class SQLite(Engine):
 
     @contextmanager
     def write_lock(self) -> Iterator[None]:
-        """Within a process, writers queue. The first waits for a lock that all processes share.
+        """Writers of one process queue. The first one waits for the lock that all processes share.
 
-        By itself, SQLite polls less often the longer a writer has waited, which starves
-        it. Raises TimeoutError.
+        SQLite's own lock would starve writers: the longer one has waited, the less often it
+        asks again. Raises TimeoutError.
         """
         deadline = time.monotonic() + WRITE_LOCK_TIMEOUT
         if self._file:
@@ -248,7 +245,7 @@ class SQLite(Engine):
         return name.startswith("SQLITE_BUSY") or isinstance(error, TimeoutError)
 
     def outage(
-        self, error: BaseException, may_have_been_committed: bool
+        self, error: BaseException, may_have_committed: bool
     ) -> Unavailable | None:
         if isinstance(error, OSError):
             reason = error.strerror or str(error)
@@ -256,14 +253,14 @@ class SQLite(Engine):
         name = getattr(error, "sqlite_errorname", "")
         if not OUTAGE.match(name):
             return None
-        # A commit that could not be synced may yet be found after a crash.
-        is_unknown = may_have_been_committed and name.startswith("SQLITE_IOERR")
+        # After a crash, SQLite may find a commit that could not be synced.
+        is_unknown = may_have_committed and name.startswith("SQLITE_IOERR")
         return (OutcomeUnknown if is_unknown else Unavailable)(f"{error}: {self._name}")
 
 
 class Connection(sqlite3.Connection):
     file: DatabaseFile | None  # None: in memory
-    may_commit = True
+    may_have_committed = True
 
     def fetch(self, sql: str, parameters: Parameters) -> Rows:
         # A statement that returns rows commits only when all of them are fetched.
@@ -272,11 +269,11 @@ class Connection(sqlite3.Connection):
     write = fetch
 
     def begin(self, _seconds: int) -> None:
-        self.may_commit = False
+        self.may_have_committed = False
         self.execute("BEGIN IMMEDIATE")
 
     def commit(self) -> None:
-        self.may_commit = True
+        self.may_have_committed = True
         super().commit()
 
     def begin_snapshot(self) -> None:
@@ -291,9 +288,9 @@ class Connection(sqlite3.Connection):
         self.executemany(f"INSERT INTO {table} {values}", rows)
 
     def close(self) -> None:
-        """Close it; if another file has the name, write the -wal into the old file first.
+        """Close the connection, and leave no -wal behind if another file has the name.
 
-        SQLite would leave the -wal there, and apply it to the new file at the next start.
+        SQLite would apply that -wal to the new file at the next start.
         """
         try:
             if self.file:

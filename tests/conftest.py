@@ -92,7 +92,7 @@ def create_store_on(open_store_on):
 
     def create_store_on(*given):
         store = open_store_on(*given)
-        store.create()
+        store.create_database()
         return store
 
     return create_store_on
@@ -104,7 +104,7 @@ def open_store(database, open_store_on):
 
     def open_store(clock=time.time):
         store = open_store_on(database, clock)
-        store.create()
+        store.create_database()
         store.close()
         return store
 
@@ -165,7 +165,7 @@ def mount():
 def app(database):
     app = create_app({"DATABASE": database})
     app.test_client_class = CheckedClient
-    app.extensions["store"].create()
+    app.extensions["store"].create_database()
     yield app
     app.extensions["store"].close()
 

@@ -472,7 +472,7 @@ def databases(folder):
 def open_app(config=None):
     """An application, after the creation of its database."""
     with closing(create_app(config).extensions["store"]) as store:
-        store.create()
+        store.create_database()
 
 
 def test_database_may_be_named_by_a_path(folder):

@@ -300,7 +300,7 @@ def test_database_that_holds_something_is_left_alone(
 ):
     backup(source.engine, file)
     taken = open_target()
-    taken.create()
+    taken.create_database()
     if what == "token":
         taken.add_token("eve", digest("eve's"))
     else:
@@ -419,7 +419,7 @@ def test_bad_backup_is_refused_in_one_line(
     told = flask(target, "restore", file, status=1)
     assert re.fullmatch(f"Error: ({reason})[^\n]*: {file}\n", told)
     left = open_target()
-    left.create()
+    left.create_database()
     assert everything(left)[1:] == ([], [])
     assert Path(file).read_bytes() == before
 
@@ -429,7 +429,7 @@ def filled(tmp_path_factory):
     """A backup with something in each table."""
     folder = tmp_path_factory.mktemp("filled")
     with closing(store_on(str(folder / "gardening.db"))) as store:
-        store.create()
+        store.create_database()
         id = store.create_project("ann", {"name": "Park", "location": POINT}, "key").id
         for _ in range(60):
             store.create_project("bob", {"name": "x" * 500, "location": POINT})

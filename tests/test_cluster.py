@@ -65,7 +65,7 @@ def nodes(cluster):
     """The URLs of a database whose tables are spread, at each node."""
     urls = cluster.create_database("gardening")
     with closing(store_on(urls[0])) as store:
-        store.create()
+        store.create_database()
     spread(urls[0])
     return urls
 
@@ -79,7 +79,7 @@ def client_at():
             app = create_app({"DATABASE": url})
             app.test_client_class = CheckedClient
             store = stores.enter_context(closing(app.extensions["store"]))
-            store.create()
+            store.create_database()
             token = secrets.token_hex()
             store.add_token(account, digest(token))
             client = app.test_client()
@@ -244,12 +244,12 @@ def test_filled_database_is_spread_and_moves_to_either_engine(cluster, tmp_path)
         lay_out(raw, 3)
     file, told = str(tmp_path / "backup.db"), []
     with closing(store_on(urls[0])) as store:
-        store.create()
+        store.create_database()
         spread(urls[0])
         backup(store.engine, file)
     new = cluster.create_database("new")
     with closing(store_on(new[0])) as store:
-        store.create()
+        store.create_database()
     spread(new[0])
     for target in (str(tmp_path / "gardening.db"), new[0]):
         with closing(store_on(target)) as store:
@@ -272,7 +272,7 @@ def test_tables_are_spread_once_and_only_on_a_cluster(cluster, nodes):
     alone = cluster.nodes[0].create_database()
     assert "There are no tables here" in spread(alone, status=3)
     with closing(store_on(alone)) as store:
-        store.create()
+        store.create_database()
     assert "This database is not on a cluster" in spread(alone, status=3)
     shards = "SELECT * FROM citus_shards ORDER BY shardid"
     before = execute(nodes[0], shards)
@@ -283,7 +283,7 @@ def test_tables_are_spread_once_and_only_on_a_cluster(cluster, nodes):
 def test_next_layout_goes_through_the_coordinator(cluster, tmp_path):
     urls = cluster.create_database("next")
     with closing(store_on(urls[0])) as store:
-        store.create()
+        store.create_database()
     spread(urls[0])
     copy_service(tmp_path)
     for file, old, new in [

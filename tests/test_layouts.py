@@ -130,11 +130,11 @@ def test_database_that_was_brought_up_to_date_is_like_a_new_one(
     if isinstance(raw, sqlite3.Connection):
         path = str(tmp_path / "new.db")
         with closing(SQLite(path)) as engine:
-            engine.create()
+            engine.create_database()
         new = sqlite3.connect(path)
     else:
         new_database = request.getfixturevalue("pgserver").create_database()
-        Store(PostgreSQL(new_database)).create()
+        Store(PostgreSQL(new_database)).create_database()
         new = psycopg.connect(new_database, autocommit=True)
     with closing(new):
         assert structure(raw) == structure(new), ADVICE

@@ -160,20 +160,20 @@ def test_database_that_has_no_room_for_the_tables_is_left_alone(
     execute(database, statements)
     before = relations(database)
     with fails(Unavailable, f"^{reason}"):
-        Store(PostgreSQL(database)).create()
+        Store(PostgreSQL(database)).create_database()
     assert relations(database) == before
 
 
 def test_database_that_is_not_utf8_is_refused(primary):
     primary.execute("CREATE DATABASE ascii TEMPLATE template0 ENCODING 'SQL_ASCII'")
     with fails(Unavailable, "^the database is in SQL_ASCII, not in UTF8$"):
-        Store(PostgreSQL(primary.database_url("ascii"))).create()
+        Store(PostgreSQL(primary.database_url("ascii"))).create_database()
     primary.drop_database(primary.database_url("ascii"))
 
 
 def test_role_without_rights_is_refused(database):
     with fails(Unavailable, "^permission denied for schema public"):
-        Store(PostgreSQL(as_app(database))).create()
+        Store(PostgreSQL(as_app(database))).create_database()
 
 
 # Each holds one or two of these, and no line may show three characters of one.

@@ -118,7 +118,7 @@ from engines.sqlite import SQLite
 from store import Store
 path = sys.argv[1]
 first = Store(SQLite(path))
-first.create()
+first.create_database()
 first.create_project("ann", {})
 second = Store(SQLite(path))
 second.check()

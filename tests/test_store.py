@@ -629,7 +629,7 @@ def test_stores_may_create_a_missing_file_at_once(tmp_path, open_store_on):
         stores = [open_store_on(path) for _ in range(12)]
 
         def start(number, stores=stores):
-            stores[number].create()
+            stores[number].create_database()
             stores[number].create_project("ann", {})
 
         at_once(start, 12)
@@ -744,7 +744,7 @@ def test_path_is_fixed_when_it_is_opened(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with closing(Store(SQLite("here.db"))) as store:
         monkeypatch.chdir("/")
-        store.create()
+        store.create_database()
         store.create_project("ann", {})
         assert len(listed(store)) == 1
 
@@ -752,7 +752,7 @@ def test_path_is_fixed_when_it_is_opened(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["odd ?%20#&.db", "grün.db", "file:x?mode=ro"])
 def test_path_may_hold_any_character(tmp_path, name):
     with closing(Store(SQLite(str(tmp_path / name)))) as store:
-        store.create()
+        store.create_database()
         store.create_project("ann", {})
     assert (tmp_path / name).stat().st_size > 0
 
@@ -877,7 +877,7 @@ def test_file_that_is_no_database_is_refused_and_left_as_it_is(tmp_path, path):
 )
 def test_impossible_path_is_refused(path, reason):
     with pytest.raises(Unavailable, match=f"^{reason}: {path}$"):
-        Store(SQLite(path)).create()
+        Store(SQLite(path)).create_database()
 
 
 VAIN = "^another caller has just waited in vain$"
@@ -895,7 +895,7 @@ def test_empty_database_gets_its_tables_from_nothing_but_create(
         "sqlite_schema" if is_sqlite(raw) else "pg_tables WHERE schemaname='public'"
     )
     assert raw.execute(f"SELECT * FROM {tables}").fetchall() == []
-    open_store_on(database).create()
+    open_store_on(database).create_database()
     store.check()
 
 
@@ -905,7 +905,7 @@ def test_missing_file_is_created_by_nothing_but_create(path, open_store_on):
         with pytest.raises(Unavailable, match=f"^No such file or directory: {path}$"):
             use()
     assert os.listdir(os.path.dirname(path)) == []
-    open_store_on(path).create()
+    open_store_on(path).create_database()
     created = store.create_project("ann", {})
     assert open_store_on(path).get_project("ann", created.id) == created
 
@@ -913,10 +913,10 @@ def test_missing_file_is_created_by_nothing_but_create(path, open_store_on):
 def test_folder_is_created_only_where_it_may_be(tmp_path):
     path = str(tmp_path / "new/folder/gardening.db")
     with pytest.raises(Unavailable, match=f"^No such file or directory: {path}$"):
-        SQLite(path).create()
+        SQLite(path).create_database()
     assert os.listdir(tmp_path) == []
     with closing(SQLite(path, makes_folder=True)) as engine:
-        engine.create()
+        engine.create_database()
     assert os.path.exists(path)
 
 
@@ -969,7 +969,7 @@ def test_wal_without_its_database_is_not_thrown_away(path, name):
     Path(f"{path}-wal").write_text("acknowledged")
     Path(path).with_name("link.db").symlink_to(path)
     with pytest.raises(Unavailable, match="^without its database, move this away: "):
-        SQLite(str(Path(path).with_name(name))).create()
+        SQLite(str(Path(path).with_name(name))).create_database()
     assert Path(f"{path}-wal").read_text() == "acknowledged"
     assert not os.path.exists(path)
 
@@ -1018,7 +1018,7 @@ def test_write_that_failed_before_it_was_sent_was_not_made(path, create_store_on
 
 def test_process_that_may_open_no_more_files_is_unavailable_to_writers(path):
     no_more = "limit(resource.RLIMIT_NOFILE, os.dup(0))"
-    printed = attempt(path, f"store.create(); {no_more}; write(store)")
+    printed = attempt(path, f"store.create_database(); {no_more}; write(store)")
     assert printed == f"Unavailable Too many open files: {path}\n"
 
 
@@ -1054,7 +1054,7 @@ def test_link_that_leads_nowhere_yet_names_the_new_file(tmp_path):
     link, file = tmp_path / "link.db", tmp_path / "file.db"
     link.symlink_to(file.name)
     with closing(Store(SQLite(str(link)))) as store:
-        store.create()
+        store.create_database()
         store.create_project("ann", {})
     assert link.is_symlink()
     assert file.stat().st_mode & 0o777 == 0o600

@@ -1,6 +1,6 @@
-"""The command of an installation; beside it are fixtures for pytest, and the service.
+"""The command that an installation provides. Beside it are the fixtures, and the service.
 
-No import statement can name the folder of the service: see pyproject.toml.
+The service is in a folder that no import statement can name: see pyproject.toml.
 """
 
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 INSTALLED = HERE / "program-files"
 ROOT = INSTALLED if INSTALLED.exists() else HERE.parent.parent  # of a clone
-# In ROOT, where -m finds it. -E: a PYTHONPATH is for the modules of the caller.
+# To be run in ROOT, where -m finds the module. -E ignores PYTHONPATH, which is for the caller.
 COMMAND = [sys.executable, "-E", "-m", "testing.service"]
 
 

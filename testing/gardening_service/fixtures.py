@@ -1,7 +1,7 @@
 """Pytest fixtures for other teams: the real service, with an account per test.
 
-It runs as a process of its own, so that no module, setting or path of a test's project
-meets one of the service's.
+The service runs as a process of its own, so that its modules, settings and paths cannot
+clash with those of the project under test.
 """
 # Tested in tests/test_embedding.py.
 
