@@ -2,7 +2,7 @@
 
 It knows no rule of the store, and depends on no database.
 """
-# Tested in tests/test_store.py.
+# Tested in tests/test_store.py, and its breaker in tests/test_sqlite.py.
 
 import os
 import time

@@ -2,7 +2,7 @@
 
 It opens no database, and knows nothing of what is in one.
 """
-# Tested in tests/test_backup.py and tests/test_store.py.
+# Tested in tests/test_sqlite.py and tests/test_backup.py.
 
 import errno
 import fcntl

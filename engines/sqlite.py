@@ -3,7 +3,6 @@
 It knows no rule of the store. Threads and processes may share a file, and a write that
 has returned is on the disk.
 """
-# Tested in tests/test_store.py.
 
 import os
 import re

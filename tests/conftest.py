@@ -22,6 +22,7 @@ FAST = (
     "test_commands",
     "test_openapi",
     "test_schemas",
+    "test_sqlite",
     "test_store",
 )
 
@@ -30,6 +31,15 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.stem in FAST and "PostgreSQL" not in item.name:
             item.add_marker("fast")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest reads the marks
+def pytest_generate_tests(metafunc):
+    """What a module shows that names its ENGINES need not be shown on each."""
+    engines = getattr(metafunc.module, "ENGINES", None)
+    if engines and "database" in metafunc.fixturenames:
+        mark = pytest.mark.parametrize("database", engines, indirect=True)
+        metafunc.definition.add_marker(mark)
 
 
 @pytest.fixture
@@ -114,6 +124,11 @@ def open_store(database, open_store_on):
 @pytest.fixture
 def store(open_store):
     return open_store()
+
+
+@pytest.fixture
+def park(store):
+    return store.create_project("ann", {"name": "Park"})
 
 
 @pytest.fixture

@@ -18,12 +18,7 @@ from app import create_app
 
 HELLO = "/api/v1/hello-service"
 MISSING = f"{PROJECTS}/{'0' * 24}"
-
-
-@pytest.fixture
-def database(path):
-    """One engine is enough: what is shown here, they share."""
-    return path
+ENGINES = ["SQLite"]  # what is shown here, they share
 
 
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}])
@@ -488,13 +483,13 @@ def test_config_goes_before_the_environment(folder, monkeypatch):
     assert databases(folder) == ["config.db", "environment.db"]
 
 
-@pytest.mark.parametrize("database", ["new.db", "old.db", "text.db", "no/such.db"])
-def test_application_that_is_made_leaves_a_database_alone(folder, database):
+@pytest.mark.parametrize("name", ["new.db", "old.db", "text.db", "no/such.db"])
+def test_application_that_is_made_leaves_a_database_alone(folder, name):
     with closing(sqlite3.connect("old.db")) as old:
         lay_out(old, 1)
     Path("text.db").write_text("This is no database." * 100)
     before = {file: file.read_bytes() for file in folder.iterdir()}
-    environment = os.environ | {"FLASK_DATABASE": str(folder / database)}
+    environment = os.environ | {"FLASK_DATABASE": str(folder / name)}
     for command in (["flask", "--help"], ["flask", "routes"], ["flask", "token"]):
         program, *arguments = command
         status = 2 if arguments == ["token"] else 0

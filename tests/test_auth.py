@@ -8,12 +8,7 @@ from rigs.running import PROJECTS
 
 AUTH = "/api/v1/hello-service/auth"
 CHALLENGE = 'Bearer realm="gardening"'
-
-
-@pytest.fixture
-def database(path):
-    """One engine is enough: what is shown here, they share."""
-    return path
+ENGINES = ["SQLite"]  # what is shown here, they share
 
 
 @pytest.fixture

@@ -19,4 +19,5 @@ pytest.register_assert_rewrite(
     "rigs.pgserver",
     "rigs.proxies",
     "rigs.running",
+    "rigs.stores",
 )

@@ -1,0 +1,429 @@
+"""The SQLite engine: its statements, its file, its locks, and their faults."""
+
+import fcntl
+import os
+import sqlite3
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from rigs.running import LIMIT, NEEDS_ROOT, at_once, needs, run, soon, wait_for
+from rigs.stores import listed, open_files, read, waits
+
+from engines.base import OutcomeUnknown, Unavailable
+from engines.sqlite import LOCK_TIMEOUT, WRITE_LOCK_TIMEOUT, Connection, SQLite
+from store import KeySpent, Store
+
+ENGINES = ["SQLite"]
+VAIN = "^another caller has just waited in vain$"
+RESTART = "^restart to use the file that has replaced it: {}$"
+STRACE = ["strace", "-f", "-qq", "-o", os.devnull, "-e"]
+
+
+@contextmanager
+def hold_queue(path):
+    """Holds what writers wait for."""
+    with open(f"{path}-lock", "w") as queue:
+        fcntl.flock(queue, fcntl.LOCK_SH)  # which only an exclusive lock waits for
+        yield
+
+
+def refused(store, reason=None):
+    """How many seconds a write takes that is refused for this reason."""
+    started = time.monotonic()
+    with pytest.raises(Unavailable, match=reason):
+        store.create_project("ann", {})
+    return time.monotonic() - started
+
+
+ATTEMPT = """
+import os, resource, sys
+from engines.sqlite import SQLite
+from store import Store
+
+def read(store):
+    return len(store.list_tokens())
+
+def write(store, key=None):
+    return store.create_project("ann", {}, key).id
+
+def limit(kind, value):
+    resource.setrlimit(kind, (value, resource.getrlimit(kind)[1]))
+
+try:
+    store = Store(SQLite(sys.argv[1]))
+    %s
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def attempt(path, script, *tracer):
+    """What a process prints that runs this on a store, or as what its error ends it."""
+    return run(*tracer, sys.executable, "-c", ATTEMPT % script, path).stdout
+
+
+# Its statements
+
+
+def test_page_costs_the_same_however_many_projects_there_are(store, raw):
+    """Counted in steps of SQLite's virtual machine."""
+    for account, count in [("few", 100), ("many", 20_000)]:
+        raw.execute(
+            """WITH RECURSIVE n(seq) AS (SELECT 1 UNION ALL SELECT seq + 1 FROM n
+                WHERE seq < ?)
+            INSERT INTO project (id, account, seq, created_at, updated_at)
+            SELECT ?1 || seq, ?2, seq, 1, 1 FROM n""",
+            [count, account],
+        )
+
+    def steps(account, after):
+        values = {"account": account, "size": 20, "after": after, "offset": 0}
+        counted = []
+        raw.set_progress_handler(lambda: counted.append(1), 1)
+        raw.execute(SQLite.LIST, values).fetchall()
+        raw.set_progress_handler(None, 0)
+        return len(counted)
+
+    assert steps("many", 0) < 1.1 * steps("few", 0)
+    assert steps("many", 19_980) < 1.1 * steps("few", 80)
+
+
+def test_create_that_meets_the_deletion_of_its_project_finds_its_key_spent(store, raw):
+    store.create_project("ann", {}, key="k")
+    raw.execute("""CREATE TRIGGER meanwhile BEFORE INSERT ON idempotency_key
+        BEGIN DELETE FROM project; END""")
+    with pytest.raises(KeySpent):
+        store.create_project("ann", {}, key="k")
+
+
+def test_each_connection_syncs_its_commits_and_checks_references(store):
+    for pragma, value in [("synchronous", 2), ("foreign_keys", 1)]:
+        assert store.engine.read(f"PRAGMA {pragma}", {}) == [(value,)]
+
+
+# Its file
+
+
+def test_missing_file_is_created_by_nothing_but_create(path, open_store_on):
+    store = open_store_on(path)
+    for use in (store.check, lambda: store.create_project("ann", {})):
+        with pytest.raises(Unavailable, match=f"^No such file or directory: {path}$"):
+            use()
+    assert os.listdir(os.path.dirname(path)) == []
+    open_store_on(path).create_database()
+    created = store.create_project("ann", {})
+    assert open_store_on(path).get_project("ann", created.id) == created
+
+
+def test_folder_is_created_only_where_it_may_be(tmp_path):
+    path = str(tmp_path / "new/folder/gardening.db")
+    with pytest.raises(Unavailable, match=f"^No such file or directory: {path}$"):
+        SQLite(path).create_database()
+    assert os.listdir(tmp_path) == []
+    with closing(SQLite(path, makes_folder=True)) as engine:
+        engine.create_database()
+    assert os.path.exists(path)
+
+
+def test_stores_may_create_a_missing_file_at_once(tmp_path, open_store_on):
+    """Often, as a window between two looks at it is small."""
+    for number in range(40):
+        path = str(tmp_path / f"{number}.db")
+        stores = [open_store_on(path) for _ in range(12)]
+
+        def start(number, stores=stores):
+            stores[number].create_database()
+            stores[number].create_project("ann", {})
+
+        at_once(start, 12)
+        assert len(listed(stores[0])) == 12
+        for store in stores:
+            store.close()
+
+
+def test_file_is_durable_and_private(store, path, raw):
+    store.create_project("ann", {})
+    assert raw.execute("PRAGMA journal_mode").fetchall() == [("wal",)]
+    for suffix in ("", "-lock", "-wal"):
+        assert os.stat(path + suffix).st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("name", ["odd ?%20#&.db", "grün.db", "file:x?mode=ro"])
+def test_path_may_hold_any_character(tmp_path, name):
+    with closing(Store(SQLite(str(tmp_path / name)))) as store:
+        store.create_database()
+        store.create_project("ann", {})
+    assert (tmp_path / name).stat().st_size > 0
+
+
+def test_path_is_fixed_when_it_is_opened(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with closing(Store(SQLite("here.db"))) as store:
+        monkeypatch.chdir("/")
+        store.create_database()
+        store.create_project("ann", {})
+        assert len(listed(store)) == 1
+
+
+def test_link_that_leads_nowhere_yet_names_the_new_file(tmp_path):
+    link, file = tmp_path / "link.db", tmp_path / "file.db"
+    link.symlink_to(file.name)
+    with closing(Store(SQLite(str(link)))) as store:
+        store.create_database()
+        store.create_project("ann", {})
+    assert link.is_symlink()
+    assert file.stat().st_mode & 0o777 == 0o600
+    with closing(Store(SQLite(str(file)))) as store:
+        assert len(listed(store)) == 1
+
+
+@pytest.mark.parametrize(
+    "path, reason",
+    [
+        ("/", "unable to open database file"),
+        ("/no/such/folder/x.db", "No such file or directory"),
+        ("/dev/null/x.db", "Not a directory"),
+    ],
+)
+def test_impossible_path_is_refused(path, reason):
+    with pytest.raises(Unavailable, match=f"^{reason}: {path}$"):
+        Store(SQLite(path)).create_database()
+
+
+def test_file_that_is_no_database_is_refused_and_left_as_it_is(tmp_path, path):
+    content = b"This is no database. " * 100
+    (tmp_path / "gardening.db").write_bytes(content)
+    with pytest.raises(Unavailable, match=f"^file is not a database: {path}$"):
+        Store(SQLite(path)).check()
+    assert (tmp_path / "gardening.db").read_bytes() == content
+
+
+@pytest.mark.parametrize("name", ["gardening.db", "link.db"])
+def test_wal_without_its_database_is_not_thrown_away(path, name):
+    Path(f"{path}-wal").write_text("acknowledged")
+    Path(path).with_name("link.db").symlink_to(path)
+    with pytest.raises(Unavailable, match="^without its database, move this away: "):
+        SQLite(str(Path(path).with_name(name))).create_database()
+    assert Path(f"{path}-wal").read_text() == "acknowledged"
+    assert not os.path.exists(path)
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_lost_file_is_unavailable_and_not_replaced(store, park, path, is_idle):
+    if not is_idle:
+        store.close()
+    os.rename(path, f"{path}-away")
+    for use in (store.check, lambda: store.create_project("ann", {})):
+        with pytest.raises(Unavailable):
+            use()
+    assert not os.path.exists(path)
+    os.rename(f"{path}-away", path)
+    assert listed(store) == [read(park)]
+
+
+@pytest.mark.parametrize("first", ["check", "write"])
+def test_replaced_file_is_not_used_until_a_restart(
+    store, open_store, park, path, raw, first
+):
+    """Not even by a write over a connection that is idle, before anybody has looked."""
+    raw.execute("VACUUM INTO ?", [f"{path}-copy"])
+    os.rename(f"{path}-copy", path)
+    uses = [store.check, lambda: store.update_project("ann", park.id, {})]
+    for use in uses if first == "check" else reversed(uses):
+        with pytest.raises(Unavailable, match=RESTART.format(path)) as failure:
+            use()
+        assert type(failure.value) is Unavailable
+    for suffix in ("-wal", "-shm"):
+        with suppress(FileNotFoundError):
+            os.remove(path + suffix)  # they belong to the old file
+    assert listed(open_store()) == [read(park)]
+
+
+def test_write_that_met_the_removal_of_its_file_is_in_doubt(
+    store, park, path, foreign_lock
+):
+    def is_sent():
+        frames = sys._current_frames().values()
+        return Connection.fetch.__code__ in [frame.f_code for frame in frames]
+
+    with ThreadPoolExecutor() as pool:
+        with foreign_lock():
+            write = pool.submit(store.create_project, "ann", {})
+            wait_for(is_sent)
+            os.remove(path)
+        with pytest.raises(OutcomeUnknown, match="No such file or directory"):
+            write.result(LIMIT)
+
+
+# In memory
+
+
+def test_memory_is_shared_by_threads_and_by_nobody_else(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with closing(Store(SQLite(":memory:"))) as store:
+        at_once(lambda _: [store.create_project("ann", {}) for _ in range(20)])
+        assert len(listed(store)) == 160
+        with closing(Store(SQLite(":memory:"))) as other:
+            assert listed(other) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_outlives_a_close():
+    store = Store(SQLite(":memory:"))
+    created = store.create_project("ann", {})
+    store.close()
+    assert store.get_project("ann", created.id) == created
+
+
+# Its locks
+
+
+@pytest.mark.parametrize("key", [None, "k"])
+def test_writers_queue_in_the_lock_file(store, park, path, key):
+    waits(lambda: store.create_project("ann", {}, key), path, hold_queue(path))
+    assert len(listed(store)) == 2
+
+
+def test_stuck_queue_is_waited_for_once_and_then_looked_at(store, park, path):
+    reason = "^(still locked: |other writers take too long)"
+    with hold_queue(path):
+        for seconds in at_once(lambda _: refused(store, reason), 3):
+            assert WRITE_LOCK_TIMEOUT <= seconds < 2 * WRITE_LOCK_TIMEOUT
+        assert max(at_once(lambda _: refused(store, VAIN), 3)) < 0.5
+        for reader in store, Store(SQLite(path)):
+            assert reader.get_project("ann", park.id) == park
+    soon(store.create_project, "ann", {})
+    with hold_queue(path):
+        assert refused(store) >= WRITE_LOCK_TIMEOUT
+
+
+def test_foreign_lock_is_waited_for_by_one_writer_at_a_time(store, park, foreign_lock):
+    with foreign_lock():
+        assert LOCK_TIMEOUT <= refused(store, "database is locked") < 2 * LOCK_TIMEOUT
+        assert max(refused(store, VAIN) for _ in range(3)) < 0.5
+        time.sleep(store.engine.PAUSE)
+        waited = sorted(at_once(lambda _: refused(store), 4))
+        assert waited[-2] < 0.5 and LOCK_TIMEOUT <= waited[-1] < 2 * LOCK_TIMEOUT
+        assert store.get_project("ann", park.id) == park
+    soon(store.create_project, "ann", {})
+    with foreign_lock():
+        assert refused(store) >= LOCK_TIMEOUT
+
+
+def test_writer_that_did_not_have_to_wait_lets_the_next_one_try(
+    store, park, path, foreign_lock
+):
+    with foreign_lock():
+        refused(store, "database is locked")
+    time.sleep(store.engine.PAUSE)
+    os.rename(path, f"{path}-away")
+    refused(store, "No such file or directory")
+    os.rename(f"{path}-away", path)
+    assert len(listed(store)) == 1
+    store.create_project("ann", {})
+
+
+def test_lock_that_stops_readers_is_waited_for_once(store, park, raw):
+    raw.execute("PRAGMA locking_mode = EXCLUSIVE")
+    store.close()  # or the other program could not have it alone
+    raw.execute("UPDATE account SET revision = 'r'")
+    for at_least, reason in [(LOCK_TIMEOUT, "database is locked"), (0, VAIN)]:
+        started = time.monotonic()
+        with pytest.raises(Unavailable, match=reason):
+            store.get_project("ann", park.id)
+        assert at_least <= time.monotonic() - started < at_least + LOCK_TIMEOUT
+    raw.close()
+    assert soon(store.get_project, "ann", park.id) == park
+
+
+# Faults
+
+
+@NEEDS_ROOT
+def test_file_that_may_only_be_read_is_unavailable_to_writers(store, park, path):
+    for folder in Path(path).parents:
+        if not folder.stat().st_mode & 0o001:  # pytest's own are for their owner alone
+            folder.chmod(0o711)
+    for suffix in ("", "-wal", "-shm", "-lock"):
+        os.chmod(path + suffix, 0o644)
+    printed = attempt(path, "os.setuid(65534); print(read(store)); write(store)")
+    told = f"attempt to write a readonly database: {path}"
+    assert printed == f"0\nUnavailable {told}\n"
+
+
+def test_process_that_may_open_no_more_files_is_unavailable_to_writers(path):
+    no_more = "limit(resource.RLIMIT_NOFILE, os.dup(0))"
+    printed = attempt(path, f"store.create_database(); {no_more}; write(store)")
+    assert printed == f"Unavailable Too many open files: {path}\n"
+
+
+def test_write_that_failed_before_it_was_sent_was_not_made(path, create_store_on):
+    """The connection itself met the I/O error, since SQLite cannot create the -shm."""
+    create_store_on(path).close()
+    printed = attempt(path, "limit(resource.RLIMIT_FSIZE, 0); write(store)")
+    assert printed == f"Unavailable disk I/O error: {path}\n"
+
+
+@needs("strace")
+@pytest.mark.parametrize("key", [None, "k"])
+def test_write_that_the_disk_failed_to_sync_is_in_doubt(store, park, path, key):
+    """After a crash, SQLite may find it in the WAL."""
+    fault = [*STRACE, "inject=fdatasync,fsync:error=EIO"]
+    printed = attempt(path, f"write(store, {key!r})", *fault)
+    assert printed == f"OutcomeUnknown disk I/O error: {path}\n"
+
+
+@needs("strace")
+def test_read_that_the_disk_failed_leaves_nothing_in_doubt(store, park, path):
+    store.close()
+    fault = [*STRACE, "inject=pread64:error=EIO", "-P", path]
+    printed = attempt(path, "read(store)", *fault)
+    assert printed == f"Unavailable disk I/O error: {path}\n"
+
+
+@pytest.mark.parametrize("kept", [0, 100])  # bytes: none, or those of its header
+def test_damaged_file_is_unavailable_until_it_is_mended(store, park, path, kept):
+    store.close()
+    with open(path, "r+b") as file:
+        good = file.read()
+        file.seek(kept)
+        file.write(b"x" * (len(good) - kept))
+        file.flush()
+        before = open_files()
+        with pytest.raises(Unavailable):
+            store.get_project("ann", park.id)
+        assert open_files() == before
+        file.seek(0)
+        file.write(good)
+    assert store.get_project("ann", park.id) == park
+
+
+OUTAGES = {
+    "SQLITE_BUSY": Unavailable,
+    "SQLITE_BUSY_SNAPSHOT": Unavailable,
+    "SQLITE_LOCKED": Unavailable,
+    "SQLITE_READONLY_DBMOVED": Unavailable,
+    "SQLITE_CORRUPT": Unavailable,
+    "SQLITE_FULL": Unavailable,
+    "SQLITE_CANTOPEN": Unavailable,
+    "SQLITE_PROTOCOL": Unavailable,
+    "SQLITE_NOTADB": Unavailable,
+    "SQLITE_IOERR_FSYNC": OutcomeUnknown,
+    "SQLITE_ERROR": None,
+    "SQLITE_CONSTRAINT_UNIQUE": None,
+    "SQLITE_MISUSE": None,
+    "SQLITE_SCHEMA": None,
+}
+
+
+@pytest.mark.parametrize(("name", "outage"), OUTAGES.items())
+def test_code_of_an_error_tells_whether_it_is_an_outage(store, name, outage):
+    error = sqlite3.OperationalError("planned")
+    error.sqlite_errorname = name
+    for writes, expected in [(True, outage), (False, outage and Unavailable)]:
+        found = store.engine.outage(error, writes)
+        assert (type(found) if found else None) is expected
