@@ -595,6 +595,18 @@ def test_backup_may_take_longer_than_a_request(store, raw, file):
         assert copy.execute("SELECT name FROM account").fetchall() == [("ann",)]
 
 
+@ON_POSTGRESQL
+def test_silence_of_the_server_is_not_blamed_on_the_file(
+    store, pgserver, database, file
+):
+    from rigs.pgserver import silence
+
+    store.check()  # over the connection that the backup takes
+    told = f"no response before the deadline, while copying to {file}"
+    with silence(pgserver, database), pytest.raises(Unavailable, match=f"^{told}$"):
+        backup(store.engine, file)
+
+
 @ON_SQLITE
 @needs("strace")
 def test_backup_is_on_the_disk_before_it_has_its_name(store, database, file, tmp_path):

@@ -15,12 +15,9 @@ from rigs.history import check, record
 from rigs.layouts import lay_out
 from rigs.outside import copy_service
 from rigs.pgserver import (
-    ANSWER,
     BACKENDS,
     CITUS,
     execute,
-    fails,
-    lasts,
     start_cluster,
 )
 from rigs.running import (
@@ -36,6 +33,7 @@ from rigs.running import (
     store_on,
     token_on,
 )
+from rigs.stores import ANSWER, fails, lasts
 
 from app import create_app
 from auth import digest

@@ -10,8 +10,6 @@ import pytest
 from rigs.pgserver import (
     backends,
     execute,
-    fails,
-    lasts,
     silence,
     start_pgserver,
 )
@@ -26,6 +24,7 @@ from rigs.running import (
     token_on,
     wait_for,
 )
+from rigs.stores import fails, lasts
 
 from engines.base import OutcomeUnknown, Unavailable
 from store import Page

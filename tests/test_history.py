@@ -19,6 +19,7 @@ from rigs.running import (
     wait_for,
     workers,
 )
+from rigs.stores import ANSWER
 
 
 def project(id, version):
@@ -179,7 +180,7 @@ def test_history_on_sqlite(path):
 
 def test_history_on_postgresql(fragile):
     """With a synchronous standby, which takes over in the middle."""
-    from rigs.pgserver import ANSWER, BACKENDS
+    from rigs.pgserver import BACKENDS
 
     def terminate():
         """While commits wait for the standby: they have been made, and nobody knows."""

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
-import pytest
 
 from rigs.running import LIMIT, MEMORY, wait_for
 
@@ -50,7 +48,6 @@ BACKENDS = """FROM pg_stat_activity WHERE datname = current_database()
     AND backend_type = 'client backend' AND pid <> pg_backend_pid()"""
 WAITS = "wait_event_type = 'Lock'"  # of a backend
 NUMBERS = count(1)
-ANSWER = 6  # seconds within which the service answers, whatever happens
 
 
 @dataclass(frozen=True)
@@ -248,22 +245,6 @@ def backends(database, condition="true"):
     return {
         pid for (pid,) in execute(database, f"SELECT pid {BACKENDS} AND {condition}")
     }
-
-
-@contextmanager
-def lasts(at_least, at_most=ANSWER):
-    start = time.monotonic()
-    yield
-    assert at_least <= time.monotonic() - start <= at_most
-
-
-@contextmanager
-def fails(exactly, reason=None):
-    """Unavailable, but not the OutcomeUnknown that is one, or the reverse."""
-    with pytest.raises(exactly, match=reason) as failure:
-        yield failure
-    assert failure.type is exactly
-    assert "\n" not in str(failure.value)
 
 
 @contextmanager

@@ -2,9 +2,15 @@
 
 import json
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
 
 from rigs.running import LIMIT, openings, wait_for
+
+ANSWER = 6  # seconds within which the service answers, whatever happens
 
 
 def read(row):
@@ -37,3 +43,19 @@ def waits(work, database, lock):
             wait_for(lambda: waiter.done() or waiters(database) > before)
             assert not waiter.done()
         return waiter.result(LIMIT)
+
+
+@contextmanager
+def lasts(at_least, at_most=ANSWER):
+    start = time.monotonic()
+    yield
+    assert at_least <= time.monotonic() - start <= at_most
+
+
+@contextmanager
+def fails(exactly, reason=None):
+    """Unavailable, but not the OutcomeUnknown that is one, or the reverse."""
+    with pytest.raises(exactly, match=reason) as failure:
+        yield failure
+    assert failure.type is exactly
+    assert "\n" not in str(failure.value)
