@@ -1,6 +1,5 @@
 """`flask backup` and `flask restore`: from and to either engine, whole or not at all."""
 
-import hashlib
 import json
 import os
 import random
@@ -34,6 +33,7 @@ from rigs.running import (
 )
 
 from app import create_app
+from auth import digest
 from engines.backup import BadBackup, backup, restore
 from engines.base import Unavailable
 from engines.files import new_file
@@ -55,10 +55,6 @@ TEXTS = [
     json.dumps({"name": "é"}),
 ]
 LINE = {"type": "Point", "coordinates": [-122.4410896675, 5e-324]}
-
-
-def digest(text):
-    return hashlib.sha256(text.encode()).digest()
 
 
 @pytest.fixture
@@ -182,13 +178,6 @@ def test_backup_is_private_and_replaces_nothing(store, database, file):
         told = flask(database, "backup", path, status=1)
         assert told == f"Error: {reason}: {path}\n"
     assert (Path(file).read_bytes(), os.readlink(link)) == (before, "nowhere")
-
-
-def test_first_token_after_a_restore_without_one_has_the_id_1(store, file, open_target):
-    backup(store.engine, file)
-    restored = open_target()
-    restore(restored.engine, file)
-    assert restored.add_token("ann", digest("one")) == 1
 
 
 def printed_on_a_terminal(database, *arguments, status):
@@ -481,15 +470,6 @@ def test_file_that_is_no_backup_is_refused_in_one_line(path, tmp_path):
         assert re.fullmatch(f"Error: [^\n]+: {file}\n", told)
     assert set(folder.iterdir()) == before
     assert not os.path.exists(path)
-
-
-def test_database_in_memory_can_be_copied_and_restored(file):
-    with closing(store_on(":memory:")) as store:
-        created = store.create_project("ann", {})
-        backup(store.engine, file)
-    with closing(store_on(":memory:")) as restored:
-        restore(restored.engine, file)
-        assert restored.get_project("ann", created.id) == created
 
 
 @pytest.mark.parametrize("layout", range(1, LAYOUT), ids="layout-{}".format)

@@ -138,6 +138,7 @@ def test_database_that_was_brought_up_to_date_is_like_a_new_one(
         new = psycopg.connect(new_database, autocommit=True)
     with closing(new):
         assert structure(raw) == structure(new), ADVICE
+        assert "part_project" in str(structure(new))  # the index
 
 
 def test_older_database_is_brought_up_to_date_once_by_many(older, open_store):

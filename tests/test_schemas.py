@@ -141,10 +141,6 @@ def test_size_is_a_number_from_1_to_1000(value):
     assert list(errors_of(schemas.PAGE, {"size": value})) == ["size"]
 
 
-def test_first_row_of_any_page_is_a_number_that_a_database_takes():
-    assert schemas.MAX_PAGE * schemas.MAX_SIZE < 2**63
-
-
 @pytest.mark.parametrize(
     ("coordinates", "told"),
     [
