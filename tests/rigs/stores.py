@@ -2,14 +2,18 @@
 
 import json
 import os
+import sqlite3
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import pytest
 
+from engines.base import Unavailable
 from rigs.running import LIMIT, openings, wait_for
 
+VAIN = "another caller has just waited in vain"
 ANSWER = 6  # seconds within which the service answers, whatever happens
 
 
@@ -19,6 +23,15 @@ def read(row):
 
 def listed(store, account="ann"):
     return read(store.list_projects(account))
+
+
+def connect(database):
+    """A connection for plain SQL, each statement a transaction."""
+    if database.startswith("postgresql://"):
+        import psycopg
+
+        return psycopg.connect(database, autocommit=True)
+    return sqlite3.connect(database, isolation_level=None)
 
 
 def open_files():
@@ -59,3 +72,16 @@ def fails(exactly, reason=None):
         yield failure
     assert failure.type is exactly
     assert "\n" not in str(failure.value)
+
+
+class Refusal(NamedTuple):
+    seconds: float
+    reason: str
+
+
+def refusal(store):
+    """How long a write takes that is refused, and why it is."""
+    started = time.monotonic()
+    with pytest.raises(Unavailable) as refused:
+        store.create_project("ann", {})
+    return Refusal(time.monotonic() - started, str(refused.value))
