@@ -1,12 +1,11 @@
 import os
-import sqlite3
 import time
 from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 from rigs.conformance import CheckedClient
 from rigs.running import MEMORY, PROJECTS, environment_of, run, store_on, token_on
-from rigs.stores import connect
+from rigs.stores import is_sqlite, raw_on
 
 from app import create_app
 from auth import digest
@@ -88,6 +87,22 @@ def database(request):
 
 
 @pytest.fixture
+def database_of(tmp_path, request):
+    """The path or URL of another empty database, of the engine with this name."""
+    with ExitStack() as databases:
+
+        def database_of(engine):
+            if engine == "SQLite":
+                return str(tmp_path / "another.db")
+            pgserver = request.getfixturevalue("pgserver")
+            database = pgserver.create_database()
+            databases.callback(pgserver.drop_database, database)
+            return database
+
+        yield database_of
+
+
+@pytest.fixture
 def open_store_on():
     """Opens a store on this path or URL, and closes it after the test."""
     with ExitStack() as stores:
@@ -132,8 +147,8 @@ def park(store):
 @pytest.fixture
 def raw(database):
     """A connection of another program, for plain SQL on the same database."""
-    with closing(connect(database)) as connection:
-        yield connection
+    with closing(raw_on(database)) as raw:
+        yield raw
 
 
 @pytest.fixture
@@ -142,7 +157,7 @@ def foreign_lock(raw):
 
     @contextmanager
     def foreign_lock():
-        if isinstance(raw, sqlite3.Connection):
+        if is_sqlite(raw):
             raw.execute("BEGIN IMMEDIATE")
         else:
             raw.execute("BEGIN")

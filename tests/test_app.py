@@ -32,7 +32,7 @@ def test_hello_echoes_any_method_whatever_the_token(app, headers):
 def test_create_answers_with_the_project_and_its_address(client):
     response = client.post(PROJECTS, json={"name": "Park", "location": POINT})
     assert response.status_code == 201
-    assert response.headers["ETag"] == etag(response.json)
+    assert response.headers["ETag"] == quoted_etag(response.json)
     assert response.headers["Location"] == f"{PROJECTS}/{response.json['id']}"
     assert response.content_type == "application/json"
     assert client.get(response.headers["Location"]).json == response.json
@@ -46,17 +46,17 @@ def test_json_of_any_kind_is_taken(client, type):
 def test_get_gives_the_project_and_its_validator(client, project, project_url):
     response = client.get(project_url)
     assert (response.status_code, response.json) == (200, project)
-    assert response.headers["ETag"] == etag(project)
+    assert response.headers["ETag"] == quoted_etag(project)
     assert response.headers["Cache-Control"] == "private, no-cache"
 
 
 @pytest.mark.parametrize("tag", ["{}", "W/{}", '"0", {}', "*"])
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
 def test_unchanged_project_is_not_sent_again(client, project, project_url, method, tag):
-    headers = {"If-None-Match": tag.format(etag(project))}
+    headers = {"If-None-Match": tag.format(quoted_etag(project))}
     response = client.open(project_url, method=method, headers=headers)
     assert (response.status_code, response.data) == (304, b"")
-    assert response.headers["ETag"] == etag(project)
+    assert response.headers["ETag"] == quoted_etag(project)
     assert response.headers["Cache-Control"] == "private, no-cache"
     assert "Content-Type" not in response.headers
 
@@ -97,7 +97,7 @@ MADE += [("If-None-Match", tag) for tag in [*OTHER_TAGS, '"*"']]
 def test_change_whose_condition_fails_is_refused(
     client, project, project_url, field, tag
 ):
-    headers = {field: tag.format(etag(project))}
+    headers = {field: tag.format(quoted_etag(project))}
     for method in ("PUT", "DELETE"):
         response = client.open(project_url, method=method, json={}, headers=headers)
         assert response.status_code == 412
@@ -107,13 +107,13 @@ def test_change_whose_condition_fails_is_refused(
 @pytest.mark.parametrize("field, tag", MADE)
 def test_change_whose_condition_holds_is_made(client, project, project_url, field, tag):
     for method, status in [("PUT", 200), ("DELETE", 204)]:
-        headers = {field: tag.format(etag(client.get(project_url).json))}
+        headers = {field: tag.format(quoted_etag(client.get(project_url).json))}
         response = client.open(project_url, method=method, json={}, headers=headers)
         assert response.status_code == status
 
 
 def test_both_conditions_must_hold(client, project, project_url):
-    tag = etag(project)
+    tag = quoted_etag(project)
     for match, none_match in [(tag, tag), ('"x"', '"y"')]:
         headers = {"If-Match": match, "If-None-Match": none_match}
         assert client.put(project_url, json={}, headers=headers).status_code == 412
@@ -148,40 +148,40 @@ def test_another_accounts_project_cannot_be_told_from_none(
     assert owner.get(PROJECTS).json == stranger.get(PROJECTS).json == []
 
 
-def etag(project):
+def quoted_etag(project):
     """As a caller can write it."""
     return f'"{project["version"]}-{project["updated_at"]}"'
 
 
-def create(client, key, **members):
+def post_with_key(client, key, **members):
     return client.post(PROJECTS, json=members, headers={"Idempotency-Key": key})
 
 
 # What a key is for, and what each engine does with it, stands in test_store.py.
 def test_post_repeated_with_its_key_answers_with_the_project_as_it_is(client):
-    first = create(client, "k", name="Park")
+    first = post_with_key(client, "k", name="Park")
     changed = client.put(first.headers["Location"], json={"name": "Lake"})
-    again = create(client, "k", postal_code=None, name="Park", id="ignored")
+    again = post_with_key(client, "k", postal_code=None, name="Park", id="ignored")
     assert (again.status_code, again.json) == (201, changed.json)
     assert again.headers["Location"] == first.headers["Location"]
-    assert again.headers["ETag"] == etag(changed.json)
+    assert again.headers["ETag"] == quoted_etag(changed.json)
 
 
 def test_reused_key_is_422(client):
-    create(client, "k", name="Park")
-    again = create(client, "k", name="Wood")
+    post_with_key(client, "k", name="Park")
+    again = post_with_key(client, "k", name="Wood")
     assert (again.status_code, again.json["errors"]) == (422, {})
     assert again.json["type"] == "urn:gardening:key-reused"
 
 
 def test_key_of_a_refused_post_is_free(client):
-    assert create(client, "k", name=1).status_code == 422
-    assert create(client, "k", name="Park").status_code == 201
+    assert post_with_key(client, "k", name=1).status_code == 422
+    assert post_with_key(client, "k", name="Park").status_code == 201
 
 
 def test_spent_key_is_409(client):
-    client.delete(create(client, "k").headers["Location"])
-    again = create(client, "k")
+    client.delete(post_with_key(client, "k").headers["Location"])
+    again = post_with_key(client, "k")
     assert again.status_code == 409
     assert again.json["type"] == "urn:gardening:key-spent"
 

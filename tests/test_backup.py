@@ -31,6 +31,7 @@ from rigs.running import (
     store_on,
     wait_for,
 )
+from rigs.stores import is_sqlite
 
 from app import create_app
 from auth import digest
@@ -82,15 +83,9 @@ def first_id(store):
 
 
 @pytest.fixture(params=["SQLite", "PostgreSQL"])
-def target(request, tmp_path):
-    """The path or URL of another empty database, one of each engine."""
-    if request.param == "SQLite":
-        yield str(tmp_path / "target.db")
-    else:
-        pgserver = request.getfixturevalue("pgserver")
-        database = pgserver.create_database()
-        yield database
-        pgserver.drop_database(database)
+def target(request, database_of):
+    """Another empty database, one of each engine."""
+    return database_of(request.param)
 
 
 @pytest.fixture
@@ -103,7 +98,7 @@ def open_target(target, open_store_on):
     return lambda: open_store_on(target)
 
 
-def flask(database, *arguments, status=0):
+def run_command(database, *arguments, status=0):
     """What the command prints, errors included."""
     app = create_app({"DATABASE": database})
     with closing(app.extensions["store"]):
@@ -123,9 +118,9 @@ def everything(store):
 
 
 def test_all_is_the_same_and_goes_on(source, database, file, target, open_target):
-    assert flask(database, "backup", file) == ""
+    assert run_command(database, "backup", file) == ""
     told = "Restored: accounts 2, Projects 19, tokens 2.\n"
-    assert flask(target, "restore", file) == told
+    assert run_command(target, "restore", file) == told
     restored = open_target()
     assert everything(restored) == everything(source)
 
@@ -167,14 +162,14 @@ def test_seq_of_a_deleted_project_is_not_given_again(
 
 
 def test_backup_is_private_and_replaces_nothing(store, database, file):
-    flask(database, "backup", file)
+    run_command(database, "backup", file)
     assert os.stat(file).st_mode & 0o777 == 0o600
     before = Path(file).read_bytes()
     link, missing = f"{file}-link", "/no/such/folder/x.db"
     os.symlink("nowhere", link)
     for path in (file, link, missing):
         reason = "No such file or directory" if path == missing else "File exists"
-        told = flask(database, "backup", path, status=1)
+        told = run_command(database, "backup", path, status=1)
         assert told == f"Error: {reason}: {path}\n"
     assert (Path(file).read_bytes(), os.readlink(link)) == (before, "nowhere")
 
@@ -229,9 +224,9 @@ def test_copy_is_beside_the_data_and_not_in_tmp(
     monkeypatch.setattr(tempfile, "tempdir", None)  # what Python remembers of it
     folder = Path(f"{path}-folder")
     folder.mkdir()
-    flask(database, "backup", str(folder / "backup.db"))
-    flask(str(folder / "restored.db"), "restore", str(folder / "backup.db"))
-    told = flask(str(small / "x.db"), "restore", filled, status=1)
+    run_command(database, "backup", str(folder / "backup.db"))
+    run_command(str(folder / "restored.db"), "restore", str(folder / "backup.db"))
+    told = run_command(str(small / "x.db"), "restore", filled, status=1)
     copy = f"{small}/gardening-.*.partial/copy"
     assert re.fullmatch(f"Error: database or disk is full: {copy}\n", told)
     assert list(tmp.iterdir()) == list(small.iterdir()) == []
@@ -242,7 +237,7 @@ def test_full_disk_leaves_no_half_backup(source, database, mount, tmp_path):
     disk = tmp_path / "disk"
     mount(disk, "64k")
     fill(disk)
-    told = flask(database, "backup", str(disk / "backup.db"), status=1)
+    told = run_command(database, "backup", str(disk / "backup.db"), status=1)
     assert told.startswith("Error: ") and told.endswith(f"{disk}/backup.db\n")
     assert told.count("\n") == 1
     assert os.listdir(disk) == ["filler"]
@@ -402,11 +397,11 @@ def test_bad_backup_is_refused_in_one_line(
     file = shutil.copy(filled, tmp_path)
     spoil(file, script)
     before = Path(file).read_bytes()
-    told = flask(target, "restore", file, status=1)
+    told = run_command(target, "restore", file, status=1)
     assert re.fullmatch(f"Error: ({reason})[^\n]*: {file}\n", told)
-    left = open_target()
-    left.create_database()
-    assert everything(left)[1:] == ([], [])
+    empty = open_target()
+    empty.create_database()
+    assert everything(empty)[1:] == ([], [])
     assert Path(file).read_bytes() == before
 
 
@@ -514,20 +509,20 @@ def test_what_root_creates_belongs_to_the_owner_of_the_folder(tmp_path):
     folder.mkdir()
     os.chown(folder, 65534, 65534)
     database = str(folder / "gardening.db")
-    flask(database, "token", "create", "ann")
-    flask(database, "backup", str(folder / "backup.db"))
+    run_command(database, "token", "create", "ann")
+    run_command(database, "backup", str(folder / "backup.db"))
     files = list(folder.iterdir())
     assert len(files) >= 3
     assert {(f.stat().st_uid, f.stat().st_gid) for f in files} == {(65534, 65534)}
     os.chown(database, 0, 0)
-    flask(database, "token", "create", "ann")
+    run_command(database, "token", "create", "ann")
     assert os.stat(database).st_uid == 0  # what is there is left as it is
 
 
-def test_tables_are_copied_whole(raw, open_store):
+def test_backup_knows_every_table(raw, open_store):
     """A table that is missing from COLUMNS would be lost in silence."""
     open_store()
-    if isinstance(raw, sqlite3.Connection):
+    if is_sqlite(raw):
         select = "SELECT name FROM sqlite_schema WHERE type = 'table'"
     else:
         select = "SELECT tablename FROM pg_tables WHERE schemaname = 'public'"
@@ -540,9 +535,9 @@ def test_tables_are_copied_whole(raw, open_store):
 def test_file_may_have_any_name(source, database, tmp_path, monkeypatch, name):
     """Also one that is relative to the present folder."""
     monkeypatch.chdir(tmp_path)
-    assert flask(database, "backup", name) == ""
+    assert run_command(database, "backup", name) == ""
     told = "Restored: accounts 2, Projects 19, tokens 2.\n"
-    assert flask(str(tmp_path / "target.db"), "restore", name) == told
+    assert run_command(str(tmp_path / "target.db"), "restore", name) == told
 
 
 LONGER = 4.7  # seconds, than a request may wait for PostgreSQL
@@ -644,10 +639,10 @@ def test_u0000_of_an_older_release_is_refused_by_postgresql_alone(
     with closing(sqlite3.connect(file)) as copy, copy:
         copy.execute(f"UPDATE project SET {member} = ?", ["a\0"])
     if target.startswith("postgresql://"):
-        told = flask(target, "restore", file, status=1)
+        told = run_command(target, "restore", file, status=1)
         assert "NUL" in told and told.count("\n") == 1
     else:
-        flask(target, "restore", file)
+        run_command(target, "restore", file)
 
 
 # What only an operator's own SQL can do; the file is whole, and what is counted is counted.

@@ -1,13 +1,12 @@
 """Tables that change: databases of older releases are brought up to date, newer ones left."""
 
 import json
-import sqlite3
 from contextlib import closing
 
 import pytest
 from rigs.layouts import lay_out
 from rigs.running import ON_POSTGRESQL, POINT, at_once
-from rigs.stores import connect
+from rigs.stores import is_sqlite, raw_on
 
 from engines.base import Unavailable
 from engines.tables import LAYOUT
@@ -29,18 +28,6 @@ def older(layout, raw):
     """The database as a release with an older layout left it."""
     lay_out(raw, layout)
     return raw
-
-
-@pytest.fixture
-def another_database(raw, tmp_path, request):
-    """The path or URL of another empty database of the same engine."""
-    if isinstance(raw, sqlite3.Connection):
-        yield str(tmp_path / "another.db")
-    else:
-        pgserver = request.getfixturevalue("pgserver")
-        another_database = pgserver.create_database()
-        yield another_database
-        pgserver.drop_database(another_database)
 
 
 def projects(raw):
@@ -71,7 +58,7 @@ def structure(raw):
 
     And SQLite's triggers. Those of PostgreSQL are for processes of an older release.
     """
-    if isinstance(raw, sqlite3.Connection):
+    if is_sqlite(raw):
         return {
             tuple(" ".join(str(each).split()) for each in row)
             for row in raw.execute(SQLITE_STRUCTURE)
@@ -133,12 +120,13 @@ def test_account_that_lost_its_last_project_is_brought_up_to_date(older, open_st
 
 @pytest.mark.parametrize("layout", [*OLDER, LAYOUT])
 def test_database_that_was_brought_up_to_date_is_like_a_new_one(
-    raw, layout, open_store, another_database, create_store_on
+    raw, layout, open_store, database_of, create_store_on
 ):
     lay_out(raw, layout)
     open_store()
-    create_store_on(another_database)
-    with closing(connect(another_database)) as new:
+    new_database = database_of("SQLite" if is_sqlite(raw) else "PostgreSQL")
+    create_store_on(new_database)
+    with closing(raw_on(new_database)) as new:
         assert structure(raw) == structure(new), ADVICE
         assert "part_project" in str(structure(new))  # the index
 
@@ -178,7 +166,7 @@ def test_database_of_another_program_or_a_newer_release_is_refused(
     open_store, open_store_on, database, raw, reason, marks
 ):
     open_store().create_project("ann", {})
-    raw.execute(marks[not isinstance(raw, sqlite3.Connection)])
+    raw.execute(marks[not is_sqlite(raw)])
     before = structure(raw), projects(raw)
     store = open_store_on(database)
     for _ in range(2):  # as if the first refusal had prepared it
@@ -189,7 +177,7 @@ def test_database_of_another_program_or_a_newer_release_is_refused(
 
 def test_database_with_foreign_tables_is_left_alone(open_store, raw):
     raw.execute("CREATE TABLE theirs (id int)")
-    if isinstance(raw, sqlite3.Connection):
+    if is_sqlite(raw):
         raw.execute("PRAGMA user_version = 1")  # that of many a program
         count = "SELECT count(*) FROM sqlite_schema"
     else:

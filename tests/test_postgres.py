@@ -32,11 +32,9 @@ from store import NotFound, Page, Precondition, Stale, Store
 
 
 @pytest.fixture
-def database(pgserver):
-    """The URL of a new database, which a test may set up as it likes."""
-    database = pgserver.create_database()
-    yield database
-    pgserver.drop_database(database)
+def database(database_of):
+    """The URL of a database that is nobody else's: a test may change its settings."""
+    return database_of("PostgreSQL")
 
 
 @pytest.fixture
@@ -266,12 +264,12 @@ def test_stopped_server_holds_nobody_up(
         with lasts(4), fails(OutcomeUnknown):
             writer.update_project("ann", id, {"name": "x"})
 
-    def connect():
+    def read_anew():
         with lasts(1), fails(Unavailable):
             newcomer.list_projects("ann")
 
     with ThreadPoolExecutor() as pool, silence(pgserver, database):
-        works = [pool.submit(work) for work in (read, write, connect)]
+        works = [pool.submit(work) for work in (read, write, read_anew)]
         for work in works:
             work.result(LIMIT)
     with lasts(0, 5):  # which is what a client waits who obeys Retry-After

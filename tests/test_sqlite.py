@@ -12,7 +12,16 @@ from tempfile import TemporaryDirectory
 
 import pytest
 from rigs.running import LIMIT, NEEDS_ROOT, at_once, needs, run, soon, wait_for
-from rigs.stores import VAIN, fails, lasts, listed, open_files, read, refusal, waits
+from rigs.stores import (
+    VAIN,
+    done_after,
+    fails,
+    lasts,
+    listed,
+    open_files,
+    read,
+    refusal,
+)
 
 from engines.base import Breaker, OutcomeUnknown, Unavailable
 from engines.sqlite import Connection, SQLite
@@ -256,7 +265,7 @@ def test_memory_is_shared_by_threads_and_by_nobody_else(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("key", [None, "k"])
 def test_writers_queue_in_the_lock_file(store, park, path, key):
-    waits(lambda: store.create_project("ann", {}, key), path, hold_queue(path))
+    done_after(hold_queue(path), path, lambda: store.create_project("ann", {}, key))
     assert len(listed(store)) == 2
 
 

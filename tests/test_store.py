@@ -5,14 +5,13 @@ import json
 import math
 import os
 import random
-import sqlite3
 import struct
 import sys
 from contextlib import suppress
 
 import pytest
 from rigs.running import POINT, ROOT, at_once, run
-from rigs.stores import listed, open_files, read, waits
+from rigs.stores import done_after, is_sqlite, listed, open_files, read
 
 from engines.base import Unavailable
 from schemas import MAX_PAGE
@@ -46,10 +45,6 @@ def etags(store, account="ann"):
     """Of the whole list and of a page."""
     queries = [None, Page(0, 20)]
     return [store.list_projects(account, query).etag for query in queries]
-
-
-def is_sqlite(raw):
-    return isinstance(raw, sqlite3.Connection)
 
 
 def test_created_project_holds_its_members_in_order(store):
@@ -275,7 +270,7 @@ def test_same_key_at_once_makes_one_project(store, park, foreign_lock, database)
     def create(number):
         return store.create_project("ann", {"name": "Lake"}, key="k")
 
-    results = waits(lambda: at_once(create, 16), database, foreign_lock())
+    results = done_after(foreign_lock(), database, lambda: at_once(create, 16))
     assert results == [results[0]] * 16
     assert listed(store) == [read(park), read(results[0])]
 
@@ -489,7 +484,7 @@ def test_one_of_many_conditional_updates_wins(store):
 
 
 def test_writer_waits_for_a_short_foreign_lock(store, park, foreign_lock, database):
-    waits(lambda: store.create_project("ann", {}), database, foreign_lock())
+    done_after(foreign_lock(), database, lambda: store.create_project("ann", {}))
     assert len(listed(store)) == 2
 
 

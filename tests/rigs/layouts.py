@@ -69,24 +69,26 @@ LAYOUT_2 = {
         COMMENT ON TABLE project IS 'Gardening Project Service, layout 2';
         """,
 }
+COUNTING = """
+    CREATE TRIGGER project_insert AFTER INSERT ON project BEGIN
+    INSERT INTO account (name, revision, created, projects)
+    VALUES (new.account, hex(randomblob(8)), new.seq, 1)
+    ON CONFLICT (name) DO UPDATE SET
+        revision = excluded.revision, created = new.seq, projects = projects + 1; END;
+    CREATE TRIGGER project_update AFTER UPDATE ON project BEGIN
+    UPDATE account SET revision = hex(randomblob(8)) WHERE name = new.account; END;
+    CREATE TRIGGER project_delete AFTER DELETE ON project BEGIN
+    UPDATE account SET revision = hex(randomblob(8)), projects = projects - 1
+    WHERE name = old.account; END;"""  # the triggers of SQLite since layout 3
 LAYOUT_3 = {
-    "SQLite": """
+    "SQLite": f"""
         ALTER TABLE account ADD COLUMN projects INTEGER NOT NULL DEFAULT 0;
         UPDATE account SET projects =
             (SELECT count(*) FROM project WHERE project.account = account.name);
         DROP TRIGGER project_insert;
         DROP TRIGGER project_update;
         DROP TRIGGER project_delete;
-        CREATE TRIGGER project_insert AFTER INSERT ON project BEGIN
-        INSERT INTO account (name, revision, created, projects)
-        VALUES (new.account, hex(randomblob(8)), new.seq, 1)
-        ON CONFLICT (name) DO UPDATE SET
-            revision = excluded.revision, created = new.seq, projects = projects + 1; END;
-        CREATE TRIGGER project_update AFTER UPDATE ON project BEGIN
-        UPDATE account SET revision = hex(randomblob(8)) WHERE name = new.account; END;
-        CREATE TRIGGER project_delete AFTER DELETE ON project BEGIN
-        UPDATE account SET revision = hex(randomblob(8)), projects = projects - 1
-        WHERE name = old.account; END;
+        {COUNTING}
         PRAGMA user_version = 3;
         """,
     "PostgreSQL": """
@@ -107,7 +109,7 @@ CREATE TRIGGER project_delete AFTER DELETE ON project REFERENCING OLD TABLE AS c
         """,
 }
 LAYOUT_4 = {
-    "SQLite": """
+    "SQLite": f"""
         DROP TRIGGER project_insert;
         DROP TRIGGER project_update;
         DROP TRIGGER project_delete;
@@ -122,16 +124,7 @@ LAYOUT_4 = {
             account TEXT NOT NULL, PRIMARY KEY (account, id), FOREIGN KEY (account,
             project) REFERENCES project (account, id) ON DELETE CASCADE) STRICT;
         CREATE INDEX part_project ON part (account, project);
-        CREATE TRIGGER project_insert AFTER INSERT ON project BEGIN
-        INSERT INTO account (name, revision, created, projects)
-        VALUES (new.account, hex(randomblob(8)), new.seq, 1)
-        ON CONFLICT (name) DO UPDATE SET
-            revision = excluded.revision, created = new.seq, projects = projects + 1; END;
-        CREATE TRIGGER project_update AFTER UPDATE ON project BEGIN
-        UPDATE account SET revision = hex(randomblob(8)) WHERE name = new.account; END;
-        CREATE TRIGGER project_delete AFTER DELETE ON project BEGIN
-        UPDATE account SET revision = hex(randomblob(8)), projects = projects - 1
-        WHERE name = old.account; END;
+        {COUNTING}
         PRAGMA user_version = 4;
         """,
     "PostgreSQL": """

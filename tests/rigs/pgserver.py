@@ -81,11 +81,8 @@ class PgServer:
             file.writelines(f"{name} = '{settings[name]}'\n" for name in settings)
 
     def execute(self, statement: str) -> list[tuple[Any, ...]]:
-        """The rows of a statement of the superuser, run outside of a transaction."""
-        options = {"autocommit": True, "connect_timeout": 10}
-        with psycopg.connect(self.database_url("postgres"), **options) as connection:
-            cursor = connection.execute(statement.encode())
-            return cursor.fetchall() if cursor.description else []
+        """The same on the database that each server has."""
+        return execute(self.database_url("postgres"), statement)
 
     def create_database(self) -> str:
         """The URL of a new empty database, which takes 7 MB until it is dropped."""
@@ -231,7 +228,9 @@ def start_cluster() -> Iterator[Cluster]:
 
 
 def execute(database, statement):
-    with psycopg.connect(database, autocommit=True) as connection:
+    """The rows of a statement, which is run outside of a transaction."""
+    options = {"autocommit": True, "connect_timeout": 10}
+    with psycopg.connect(database, **options) as connection:
         cursor = connection.execute(statement)
         return cursor.fetchall() if cursor.description else []
 

@@ -18,14 +18,16 @@ ANSWER = 6  # seconds within which the service answers, whatever happens
 
 
 def read(row):
+    """What the document of a Project or a list says."""
     return json.loads(row.document)
 
 
 def listed(store, account="ann"):
+    """The account's Projects."""
     return read(store.list_projects(account))
 
 
-def connect(database):
+def raw_on(database):
     """A connection for plain SQL, each statement a transaction."""
     if database.startswith("postgresql://"):
         import psycopg
@@ -34,11 +36,15 @@ def connect(database):
     return sqlite3.connect(database, isolation_level=None)
 
 
+def is_sqlite(raw):
+    return isinstance(raw, sqlite3.Connection)
+
+
 def open_files():
     return sorted(os.listdir("/proc/self/fd"))
 
 
-def waiters(database):
+def count_waiters(database):
     """How many wait for a lock in PostgreSQL, or have the file of the queue open."""
     if database.startswith("postgresql://"):
         from rigs.pgserver import WAITS, backends
@@ -47,15 +53,15 @@ def waiters(database):
     return openings(f"{database}-lock")
 
 
-def waits(work, database, lock):
-    """What it returns, which it does only after the lock."""
+def done_after(lock, database, work):
+    """What `work()` returns: it begins under the lock, and waits for its end."""
     with ThreadPoolExecutor() as pool:
         with lock:
-            before = waiters(database)
-            waiter = pool.submit(work)
-            wait_for(lambda: waiter.done() or waiters(database) > before)
-            assert not waiter.done()
-        return waiter.result(LIMIT)
+            before = count_waiters(database)
+            future = pool.submit(work)
+            wait_for(lambda: future.done() or count_waiters(database) > before)
+            assert not future.done()
+        return future.result(LIMIT)
 
 
 @contextmanager
