@@ -69,6 +69,7 @@ LAYOUT_2 = {
         COMMENT ON TABLE project IS 'Gardening Project Service, layout 2';
         """,
 }
+# SQLite's triggers since layout 3.
 COUNTING = """
     CREATE TRIGGER project_insert AFTER INSERT ON project BEGIN
     INSERT INTO account (name, revision, created, projects)
@@ -79,7 +80,7 @@ COUNTING = """
     UPDATE account SET revision = hex(randomblob(8)) WHERE name = new.account; END;
     CREATE TRIGGER project_delete AFTER DELETE ON project BEGIN
     UPDATE account SET revision = hex(randomblob(8)), projects = projects - 1
-    WHERE name = old.account; END;"""  # the triggers of SQLite since layout 3
+    WHERE name = old.account; END;"""
 LAYOUT_3 = {
     "SQLite": f"""
         ALTER TABLE account ADD COLUMN projects INTEGER NOT NULL DEFAULT 0;
