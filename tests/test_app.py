@@ -495,7 +495,7 @@ def test_health_is_told_without_a_token(app):
     assert client.get("/health").json == {"status": "ok"}
 
 
-def test_lost_database_is_no_health(app, path):
+def test_health_fails_once_the_database_is_lost(app, path):
     client = app.test_client()
     assert client.get("/health").status_code == 200
     os.remove(path)
@@ -504,7 +504,7 @@ def test_lost_database_is_no_health(app, path):
     assert path not in answer.text
 
 
-def test_empty_setting_is_none(tmp_path):
+def test_empty_setting_means_the_default_database(tmp_path):
     copy_service(tmp_path)
     environment = os.environ | {"FLASK_DATABASE": ""}
     run(BIN / "flask", "init-db", folder=tmp_path, environment=environment)

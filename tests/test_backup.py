@@ -117,7 +117,9 @@ def everything(store):
     return lists, store.list_tokens(), store.list_accounts()
 
 
-def test_all_is_the_same_and_goes_on(source, database, file, target, open_target):
+def test_restored_database_is_the_same_and_goes_on(
+    source, database, file, target, open_target
+):
     assert run_command(database, "backup", file) == ""
     told = "Restored: accounts 2, Projects 19, tokens 2.\n"
     assert run_command(target, "restore", file) == told
@@ -532,7 +534,7 @@ def test_backup_knows_every_table(raw, open_store):
 
 @ON_SQLITE
 @pytest.mark.parametrize("name", ["a#1.db", "odd ?%20&.db", "file:x?mode=rw", "grün"])
-def test_file_may_have_any_name(source, database, tmp_path, monkeypatch, name):
+def test_backup_may_have_any_name(source, database, tmp_path, monkeypatch, name):
     """Also one that is relative to the present folder."""
     monkeypatch.chdir(tmp_path)
     assert run_command(database, "backup", name) == ""

@@ -190,7 +190,7 @@ def test_wal_without_its_database_is_not_thrown_away(path, name):
 
 
 @needs("strace")
-def test_only_an_empty_file_of_our_own_is_ever_created(park, path, tmp_path):
+def test_sqlite_itself_creates_no_file(park, path, tmp_path):
     """SQLite might put another in the place of one that was lost meanwhile."""
     calls = tmp_path / "calls"
     attempt(
@@ -327,7 +327,7 @@ def test_lock_that_stops_readers_is_waited_for_once(store, park, raw):
     assert soon(store.get_project, "ann", park.id) == park
 
 
-def test_caller_who_tries_and_does_not_end_is_not_waited_for_for_ever():
+def test_attempt_that_does_not_end_keeps_the_others_away_for_seconds():
     breaker = Breaker(pause=0)
     breaker.open()
     breaker.enter()
