@@ -41,7 +41,7 @@ def hold_queue(path):
 
 
 ATTEMPT = """
-import os, resource, sys
+import os, resource, signal, sys
 from engines.sqlite import SQLite
 from store import Store
 
@@ -269,6 +269,17 @@ def test_writers_queue_in_the_lock_file(store, park, path, key):
     assert len(listed(store)) == 2
 
 
+def test_process_that_is_forked_during_a_write_holds_nobody_up(park, path):
+    """It has the file of the queue open for as long as it lives."""
+    script = """with store.engine.transaction():
+        child = os.fork() or signal.pause()
+    try:
+        write(store)
+    finally:
+        os.kill(child, signal.SIGKILL)"""
+    assert attempt(path, script) == ""
+
+
 def test_stuck_queue_is_waited_for_once_and_then_looked_at(
     store, park, path, open_store_on
 ):
@@ -330,9 +341,9 @@ def test_lock_that_stops_readers_is_waited_for_once(store, park, raw):
 def test_attempt_that_does_not_end_keeps_the_others_away_for_seconds():
     breaker = Breaker(pause=0)
     breaker.open()
-    breaker.enter()
+    breaker.admit()
     with lasts(4):
-        soon(lambda: breaker.enter() is None)
+        soon(lambda: breaker.admit() is None)
 
 
 # Faults
