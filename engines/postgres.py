@@ -208,7 +208,7 @@ class PostgreSQL(Engine):
                 connect_timeout=CONNECT_TIMEOUT,
                 target_session_attrs="read-write",
             )
-        except psycopg.Error as error:
+        except (psycopg.Error, UnicodeError) as error:  # the latter for the host "a..b"
             # The error is that of the last host. Only the time shows that one was silent.
             is_silent = time.monotonic() - started >= CONNECT_TIMEOUT
             raise (Silence if is_silent else Unavailable)(one_line(error)) from error
