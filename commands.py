@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 from flask import Flask
-from flask.cli import AppGroup, ScriptInfo, with_appcontext
+from flask.cli import AppGroup, with_appcontext
 from werkzeug.serving import is_running_from_reloader
 
 from auth import BadName, account_name, current_store, issue_token
@@ -172,7 +172,7 @@ def add_to(app: Flask) -> None:
     for command in (*groups, create_database, write_backup, restore_backup):
         app.cli.add_command(command)
     context = click.get_current_context(silent=True)
-    is_run = context and context.info_name == "run" and context.find_object(ScriptInfo)
+    is_run = context and context.info_name == "run"
     if is_run and not is_running_from_reloader():
         welcome(app)
 

@@ -230,9 +230,7 @@ class SQLite(Engine):
 
     def save(self, path: str) -> None:
         """Copy the database to this empty file."""
-        # As a URI: from a database in memory, a plain path would make another one in memory.
-        to = f"{Path(path).absolute().as_uri()}?vfs=unix"
-        self.read("VACUUM INTO :to", {"to": to})  # which waits for no writer
+        self.read("VACUUM INTO :path", {"path": path})  # which waits for no writer
 
     def check(self) -> None:
         super().check()

@@ -467,7 +467,7 @@ def open_app(config=None):
 
 def test_config_goes_before_the_environment(folder, monkeypatch):
     monkeypatch.setenv("FLASK_DATABASE", "environment.db")
-    open_app({"DATABASE": "config.db"})
+    open_app({"DATABASE": folder / "config.db"})
     assert databases(folder) == ["config.db"]
     open_app()
     assert databases(folder) == ["config.db", "environment.db"]
