@@ -98,10 +98,13 @@ def test_compose_file_is_valid_and_confines_the_service():
     assert service["restart"] == "unless-stopped"
     [volume] = service["volumes"]
     assert (volume["type"], volume["target"]) == ("volume", "/data")
+    assert "FLASK_DATABASE=/data/gardening.db " in DOCKERFILE
     [port] = service["ports"]
     assert (port["host_ip"], port["target"]) == ("127.0.0.1", 8000)
     assert "GARDENING_BIND=0.0.0.0:8000\n" in DOCKERFILE
-    assert {"max-size", "max-file"} <= {*service["logging"]["options"]}
+    assert service["stop_grace_period"] == "40s"  # gunicorn itself waits for 30
+    log = service["logging"]["options"]
+    assert (log["max-size"], log["max-file"]) == ("10m", "5")  # 50 MB
     assert service["healthcheck"]["timeout"] and "test" not in service["healthcheck"]
 
 

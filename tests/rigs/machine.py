@@ -24,7 +24,7 @@ MISSING = [
 HOME = os.path.expanduser("~root")
 ENVIRONMENT = {"HOME": HOME, "PATH": "/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
 # The folder $0 has the root of the machine, and what overlayfs keeps. The folder $1 becomes
-# the machine's /srv; $2 is a setting for its services.
+# the machine's /srv; $2 is a setting for its services. Their time zone is not UTC.
 BOOT = """
 mount --make-rprivate /
 mount -t tmpfs tmpfs "$0"
@@ -50,7 +50,7 @@ mknod -m 666 dev/urandom c 1 9
 mknod -m 666 dev/tty c 5 0
 rm -rf etc/systemd/system/*.wants
 mkdir -p etc/systemd/system.conf.d
-printf '[Manager]\nDefaultEnvironment=%s\n' "$2" >etc/systemd/system.conf.d/few.conf
+printf '[Manager]\nDefaultEnvironment=%s TZ=LOCAL-14\n' "$2" >etc/systemd/system.conf.d/few.conf
 ln -sf /lib/systemd/system/basic.target etc/systemd/system/default.target
 mkdir old
 pivot_root . old
