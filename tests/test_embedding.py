@@ -270,15 +270,6 @@ def test_fixture_of_a_test_issues_tokens_of_its_own_account(
     assert gardening.headers == {"Authorization": f"Bearer {gardening.token}"}
 
 
-@pytest.mark.parametrize("has_package", [False, True])
-def test_clone_that_was_installed_from_can_be_tested(python, clone, has_package):
-    """pip has left there what announces the fixtures, under the package's name."""
-    assert list(clone.glob("*.egg-info"))
-    chosen = python if has_package else sys.executable
-    ended = run(chosen, "-m", "pytest", "tests/test_schemas.py", folder=clone)
-    assert " passed" in ended.stdout
-
-
 @pytest.fixture
 def paths(python, their_environment):
     """The environment with our command on the PATH."""

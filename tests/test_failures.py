@@ -68,22 +68,6 @@ def test_refusal_is_lost_with_an_unknown_outcome(failing):
     assert status_of(client, "DELETE", f"{PROJECTS}/x", None) == 404
 
 
-@pytest.mark.parametrize("failure", ["401", "500", "503", "dropped", "502"])
-def test_every_call_that_needs_a_token_fails(failing, failure):
-    calls = [
-        ("PUT", "/api/v1/hello-service/auth", None),
-        ("GET", PROJECTS, None),
-        ("GET", f"{PROJECTS}/x", None),
-        ("PUT", f"{PROJECTS}/x", "{}"),
-        ("DELETE", f"{PROJECTS}/x", None),
-        ("POST", PROJECTS, "{"),
-    ]
-    client, _ = failing(*[failure] * len(calls))
-    for method, path, body in calls:
-        assert status_of(client, method, path, body) == NOT_MADE[failure]
-    assert status_of(client, "GET", PROJECTS, None) == 200
-
-
 def test_slow_request_makes_its_change_at_the_end(failing, gardening_service):
     """So a client that gives up and looks sees nothing yet."""
     client, other = failing("slow")

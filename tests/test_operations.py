@@ -320,13 +320,6 @@ def test_newest_dated_backup_is_restored(machine, token):
     assert names(machine, token) == ["kept"]
 
 
-def test_restore_takes_the_backups_that_are_pruned():
-    [kept] = re.findall(
-        r"ls (\S+\.db) \|", (DEPLOY / "gardening-backup.service").read_text()
-    )
-    assert f"ls {BACKUPS}/{kept} |" in block("Backup and restore", "gardening-restore")
-
-
 @pytest.mark.parametrize(
     "hide",
     [
@@ -674,12 +667,6 @@ def test_projects_move_to_postgresql_and_back(machine, token, saved_settings):
     machine.paste(back)
     machine.paste(back, status=1)
     assert curl(machine, PROJECTS, token=token) == kept
-
-
-def test_pages_name_every_file_to_install():
-    pages = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
-    missing = [file.name for file in DEPLOY.iterdir() if file.name not in pages]
-    assert missing == []
 
 
 def test_uninstalled_service_leaves_nothing(machine, token):

@@ -370,7 +370,6 @@ def test_long_list_is_compressed_and_its_etag_known(client, long_project, prefix
 
 @PREFIXES
 def test_page_of_the_documentation_is_compressed(client, prefix):
-    pytest.importorskip("flask_swagger_ui")
     path = f"{prefix}/docs/files/swagger-ui.css"
     status, headers, _ = client.fetch("GET", path, Accept_Encoding="gzip")
     assert (status, headers["Content-Encoding"]) == (200, "gzip")

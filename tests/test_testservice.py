@@ -308,17 +308,6 @@ def test_job_in_the_background_is_not_stopped_by_its_terminal(start):
         assert service.process.wait(LIMIT) == 0
 
 
-@pytest.mark.parametrize("option", ["-h", "--help"])
-def test_help_explains_it_on_one_screen(option):
-    ended = run(*COMMAND, option, stdin=subprocess.DEVNULL)
-    assert ended.stderr == ""
-    assert len(ended.stdout.splitlines()) <= 16
-    for word in ("--bind HOST:PORT", "url", "token", "expired", "fail", "/test/tokens"):
-        assert word in ended.stdout
-    for word in ("SIGTERM", "/dev/null"):
-        assert word in ended.stdout
-
-
 NO_ADDRESS = ["x", "h:x", ":-1", "::1:0", "[::1", "127.0.0.1:70000", "a..b:0"]
 
 
