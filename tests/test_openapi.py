@@ -1,14 +1,12 @@
 """openapi.json says what the service does: no more, no less, and nothing else."""
 
 import json
-import os
 import re
-import shutil
 from urllib.parse import urljoin
 
 import pytest
 from rigs.conformance import API, FILE, resolve, validator
-from rigs.running import BIN, LIMIT, PROJECTS, ROOT, run
+from rigs.running import PROJECTS, ROOT
 
 import schemas
 
@@ -193,21 +191,3 @@ def walk(item, passing_over=()):
     for child in item:
         if isinstance(child, (dict, list)):
             yield from walk(child, passing_over)
-
-
-def test_schemathesis_finds_nothing(gardening, tmp_path, cache):
-    if not (program := shutil.which("schemathesis", path=BIN)):
-        pytest.skip("schemathesis is not installed")
-    header = f"Authorization: {gardening.headers['Authorization']}"
-    configured = [program, "--config-file", ROOT / "tests/schemathesis.toml"]
-    command = ["run", f"{gardening.url}/openapi.json", "--checks=all", "-H", header]
-    # Where it keeps its table of Unicode, which takes eight seconds to make.
-    table = {"HYPOTHESIS_STORAGE_DIRECTORY": cache.mkdir("hypothesis")}
-    ended = run(
-        *configured,
-        *command,
-        folder=tmp_path,
-        environment=os.environ | table,
-        limit=10 * LIMIT,
-    )
-    assert "No issues found" in ended.stdout
