@@ -24,6 +24,8 @@ CLUSTER = next(
     Path("/usr/lib/postgresql").glob("*/bin"), Path("/usr/lib/postgresql/bin")
 )
 DATABASE = "/var/lib/gardening/gardening.db"
+BACKUPS = "/var/backups/gardening"
+NOW = "date -u +%Y-%m-%dT%H%M%SZ.db"  # how a backup is named
 # Debian's packages are there already, and there is no network.
 APT_GET = """#!/bin/sh -e
 [ "$1" = update ] && exit
@@ -120,7 +122,13 @@ def curl_through_the_proxy(machine, path, *options, token):
     return curl(machine, path, *options, trust, place, token=token, address=address)
 
 
-def create(machine, token, name):
+def status_of_hello(machine, token):
+    """What the proxy returns to whoever has the token."""
+    path = "/api/v1/hello-service/auth"
+    return curl_through_the_proxy(machine, path, "-X PUT", token=token)[0]
+
+
+def add_project(machine, token, name):
     body = json.dumps({"name": name})
     options = ["-H 'Content-Type: application/json'", f"-d '{body}'"]
     status, _ = curl(machine, PROJECTS, *options, token=token)
@@ -139,12 +147,26 @@ def token_of_ann(machine):
 
 
 @pytest.fixture
-def token(machine, token_of_ann):
-    """Of an account without Projects."""
+def empty_account(machine, token_of_ann):
+    """The token of an account, whose Projects are deleted before the test."""
     for project in curl(machine, PROJECTS, token=token_of_ann)[1]:
         project_url = f"{PROJECTS}/{project['id']}"
         assert curl(machine, project_url, "-X DELETE", token=token_of_ann)[0] == 204
     return token_of_ann
+
+
+@pytest.fixture
+def saved_settings(machine):
+    """A copy of the settings, which hold again after the test."""
+    machine.paste("cp /etc/gardening.env /run/")
+    yield "/run/gardening.env"
+    machine.paste("cp /run/gardening.env /etc/ && systemctl restart gardening")
+
+
+@pytest.fixture
+def no_backups(machine):
+    """Nothing in the folder of backups when the test starts."""
+    machine.paste(f"find {BACKUPS} -mindepth 1 -delete")
 
 
 def main_pid(machine):
@@ -153,8 +175,7 @@ def main_pid(machine):
 
 def test_first_token_is_one_of_the_service(machine):
     token = machine.paste(f"cd / && {block('First token')}").splitlines()[0]
-    hello = "/api/v1/hello-service/auth"
-    assert curl_through_the_proxy(machine, hello, "-X PUT", token=token)[0] == 200
+    assert status_of_hello(machine, token) == 200
 
 
 @needs("systemd-analyze")
@@ -175,9 +196,9 @@ def test_systemd_accepts_every_unit(machine):
     assert "gardening" not in machine.paste(f"{verify} | grep -v litestream || true")
 
 
-def test_service_writes_under_its_restrictions(machine, token):
-    create(machine, token, "Park")
-    assert names(machine, token) == ["Park"]
+def test_service_writes_under_its_restrictions(machine, empty_account):
+    add_project(machine, empty_account, "Park")
+    assert names(machine, empty_account) == ["Park"]
     restrictions = "NoNewPrivs:\t1|Seccomp:\t2|CapEff:\t0{16}|Umask:\t0077"
     restrictions += "|Max open files +8192 .*"
     found = machine.paste(f"cd /proc/{main_pid(machine)} && cat status limits")
@@ -187,12 +208,12 @@ def test_service_writes_under_its_restrictions(machine, token):
     assert (folder, set(files)) == ("gardening 700", {"gardening 600"})
 
 
-def test_command_uses_the_settings_alone(machine, token):
+def test_command_uses_the_settings_alone(machine, token_of_ann):
     """Not what root's shell happens to have."""
     machine.paste("echo 'print(\"strange\")' > /tmp/sitecustomize.py")
     strange = {"FLASK_DATABASE": "other.db", "FLASK_APP": "x", "PYTHONPATH": "/tmp"}
-    listed = machine.paste("cd /tmp && gardening token list", **strange)
-    assert " ann\n" in listed and "strange" not in listed
+    printed = machine.paste("cd /tmp && gardening token list", **strange)
+    assert " ann\n" in printed and "strange" not in printed
     assert machine.paste("ls / /tmp | grep other.db", status=1) == ""
 
 
@@ -206,11 +227,9 @@ def test_help_of_the_command_names_it_and_what_is_for_operators(machine):
 def test_command_has_the_status_and_the_files_of_its_caller(machine):
     error = machine.paste("gardening token revoke 999", status=1)
     assert error == "Error: There is no token with the ID 999.\n"
-    folder = "/var/backups/gardening"
-    machine.paste(f"cd {folder} && gardening backup relative.db")
-    owner = machine.paste(f"stat --format='%U %a' {folder}/relative.db")
+    machine.paste(f"cd {BACKUPS} && rm -f mine.db && gardening backup mine.db")
+    owner = machine.paste(f"stat --format='%U %a' {BACKUPS}/mine.db")
     assert owner == "gardening 600\n"
-    machine.paste(f"rm {folder}/relative.db")
     # The user cannot enter root's home.
     assert "ACCOUNT" in machine.paste("cd && chmod 700 . && gardening token list")
 
@@ -227,12 +246,14 @@ def test_command_that_cannot_run_says_why_in_a_line(machine):
     printed = machine.paste("runuser -u nobody -- gardening token list", status=1)
     assert printed == "gardening: only root can run this.\n"
     machine.paste("mv /etc/gardening.env /run/")
-    printed = machine.paste("gardening token list", status=1)
-    machine.paste("mv /run/gardening.env /etc/")
+    try:
+        printed = machine.paste("gardening token list", status=1)
+    finally:
+        machine.paste("mv /run/gardening.env /etc/")
     assert printed == "gardening: the settings are missing: /etc/gardening.env\n"
 
 
-def head(machine):
+def installed_release(machine):
     return machine.paste("git -C /opt/gardening rev-parse HEAD")
 
 
@@ -258,25 +279,28 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("line", BROKEN, ids=["not loaded", "not healthy"])
-def test_refused_upgrade_leaves_the_release_from_before(machine, token, line):
-    upgrade, before = block("Upgrade", "pull"), head(machine)
+def test_refused_upgrade_leaves_the_release_from_before(machine, empty_account, line):
+    # Each takes a backup, whose name tells one second from another.
+    upgrade = f"while [ -e {BACKUPS}/$({NOW}) ]; do sleep 0.1; done\n"
+    upgrade += block("Upgrade", "pull")
+    before = installed_release(machine)
     started = main_pid(machine)
     release(machine, f'echo "{line}" >> app.py')
     for _ in range(BROKEN[line]):
         paste(machine, upgrade, status=1)
-        assert head(machine) == before
+        assert installed_release(machine) == before
     assert re.findall("no[a-z_]{8,}", line)[0] in machine.paste(
         "journalctl -u gardening -n 200"
     )
     assert main_pid(machine) == started
     kill_worker(machine)
-    create(machine, token, "meanwhile")
+    add_project(machine, empty_account, "meanwhile")
     assert " ann\n" in machine.paste("gardening token list")
     release(machine, "git revert --no-edit --no-commit HEAD")
     paste_twice(machine, upgrade)
-    assert head(machine) != before
-    create(machine, token, "new")
-    assert names(machine, token) == ["meanwhile", "new"]
+    assert installed_release(machine) != before
+    add_project(machine, empty_account, "new")
+    assert names(machine, empty_account) == ["meanwhile", "new"]
 
 
 def test_reload_lasts_until_the_old_processes_have_ended(machine):
@@ -295,73 +319,64 @@ def test_upgrade_shows_which_installed_files_differ(machine):
     }
     unit = "/etc/systemd/system/gardening.service"
     machine.paste(f"echo '# mine' >> {unit}")
-    assert machine.paste(difference).endswith("\n> # mine\n")
-    machine.paste(f"sed -i '$d' {unit} && systemctl daemon-reload")
+    try:
+        assert machine.paste(difference).endswith("\n> # mine\n")
+    finally:
+        machine.paste(f"sed -i '$d' {unit} && systemctl daemon-reload")
 
 
-BACKUPS = "/var/backups/gardening"
-
-
-def test_newest_dated_backup_is_restored(machine, token):
-    create(machine, token, "kept")
+def test_newest_dated_backup_is_restored(machine, no_backups, empty_account):
+    add_project(machine, empty_account, "kept")
     machine.paste("systemctl start gardening-backup")
     machine.paste(f"cd {BACKUPS} && gardening backup manual.db")
     newest = machine.paste(f"ls {BACKUPS}/20*").split()[-1]
-    create(machine, token, "lost")
+    add_project(machine, empty_account, "lost")
     printed = machine.paste(block("Backup and restore", "gardening-restore"))
     assert f"Restoring {newest}\n" in printed
-    assert names(machine, token) == ["kept"]
+    assert names(machine, empty_account) == ["kept"]
     assert machine.paste(f"stat --format='%U %a' {DATABASE}") == "gardening 600\n"
     before = machine.paste("ls -d /var/lib/gardening/before-*/gardening.db").split()[-1]
     machine.paste(f"grep --quiet lost {before}*")
-    machine.paste(f"rm {BACKUPS}/manual.db")
-    create(machine, token, "lost once more")
+    add_project(machine, empty_account, "lost once more")
     paste_twice(machine, block("Backup and restore", "gardening-restore"))
-    assert names(machine, token) == ["kept"]
+    assert names(machine, empty_account) == ["kept"]
 
 
 @pytest.mark.parametrize(
-    "hide",
-    [
-        f"mv {BACKUPS} /tmp/hidden && mkdir {BACKUPS}",
-        f"cp -a {BACKUPS} /tmp/hidden && chown root {BACKUPS}/*",
-    ],
+    "there",
+    ["", f"install -m 600 /dev/null {BACKUPS}/2001-01-01T000000Z.db"],
     ids=["none", "of root"],
 )
-def test_restore_without_a_readable_backup_changes_nothing(machine, token, hide):
-    create(machine, token, "Park")
+def test_restore_without_a_readable_backup_changes_nothing(
+    machine, no_backups, empty_account, there
+):
+    add_project(machine, empty_account, "Park")
     started = main_pid(machine)
-    oldest = f"{BACKUPS}/2001-01-01T000000Z.db"
-    machine.paste(f"install -m 600 -o gardening /dev/null {oldest}")
-    machine.paste(hide)
-    try:
-        machine.paste(block("Backup and restore", "gardening-restore"), status=1)
-    finally:
-        machine.paste(f"rm -r {BACKUPS} && mv /tmp/hidden {BACKUPS} && rm {oldest}")
-    assert (main_pid(machine), names(machine, token)) == (started, ["Park"])
+    machine.paste(there)
+    machine.paste(block("Backup and restore", "gardening-restore"), status=1)
+    assert (main_pid(machine), names(machine, empty_account)) == (started, ["Park"])
 
 
-def test_refused_backup_stops_nothing(machine, token):
-    create(machine, token, "Park")
+def test_refused_backup_stops_nothing(machine, no_backups, empty_account):
+    add_project(machine, empty_account, "Park")
     started = main_pid(machine)
     file = f"{BACKUPS}/2098-01-01T000000Z.db"
     machine.paste(f"echo nonsense > {file} && chown gardening {file}")
     restore = block("Backup and restore", "gardening-restore")
     printed = machine.paste(restore, status=1)
     assert machine.paste(restore, status=1) == printed
-    machine.paste(f"rm {file}")
     assert "Not restored. The service goes on with its database.\n" in printed
-    assert (main_pid(machine), names(machine, token)) == (started, ["Park"])
+    assert (main_pid(machine), names(machine, empty_account)) == (started, ["Park"])
     machine.paste("ls -d /var/lib/gardening/restored", status=2)
 
 
 @pytest.fixture
-def backup_of_park(machine, token):
+def backup_of_park(machine, empty_account):
     """A backup with one Project, which has another one beside it by now."""
     file = "/var/lib/gardening/park.db"
-    create(machine, token, "Park")
+    add_project(machine, empty_account, "Park")
     machine.paste(f"rm -f {file} && gardening backup {file}")
-    create(machine, token, "Wood")
+    add_project(machine, empty_account, "Wood")
     return file
 
 
@@ -379,63 +394,61 @@ until {}; do kill -0 $!; done
     ids=["restoring", "changing"],
 )
 def test_restore_that_is_cut_off_leaves_all_or_nothing_of_it(
-    machine, token, backup_of_park, moment, found
+    machine, empty_account, backup_of_park, moment, found
 ):
     """With all processes that it has started, as by a closed terminal."""
     start = "set -e" + IN_BACKGROUND.format(backup_of_park, moment)
     machine.paste(f"{start} kill -KILL -- -$!; wait $! || true")
     machine.paste(f"while {IS_CHANGING}; do sleep 0.1; done")
     assert machine.paste("systemctl is-active gardening") == "active\n"
-    assert names(machine, token) == found
+    assert names(machine, empty_account) == found
     machine.paste(f"gardening-restore {backup_of_park}")  # nothing is in its way
-    assert names(machine, token) == ["Park"]
+    assert names(machine, empty_account) == ["Park"]
 
 
-def test_restore_into_what_the_service_does_not_use_is_refused(machine, backup_of_park):
-    machine.paste("sed -i.kept 's/gardening.db$/other.db/' /etc/gardening.env")
+def test_restore_into_what_the_service_does_not_use_is_refused(
+    machine, saved_settings, backup_of_park
+):
+    machine.paste("sed -i 's/gardening.db$/other.db/' /etc/gardening.env")
     told = machine.paste(f"gardening-restore {backup_of_park}", status=1)
-    machine.paste("mv /etc/gardening.env.kept /etc/gardening.env")
     assert told.startswith(f"The service does not use {DATABASE}: see FLASK_DATABASE")
 
 
-def test_one_restore_runs_at_a_time_and_can_be_undone(machine, token, backup_of_park):
+def test_one_restore_runs_at_a_time_and_can_be_undone(
+    machine, empty_account, backup_of_park
+):
     start = "set -e" + IN_BACKGROUND.format(backup_of_park, IS_RESTORING)
     second = f"gardening-restore {backup_of_park} 2>&1 || wait $!"
     printed = machine.paste(f"{start} {second}")
     assert printed == "Another gardening-restore is running.\n"
-    assert names(machine, token) == ["Park"]
+    assert names(machine, empty_account) == ["Park"]
     *_, told = machine.paste("cat /tmp/printed").splitlines()
     [before] = re.findall(r"/var/lib/gardening/before-\S+/gardening\.db", told)
     machine.paste(f"gardening-restore {before}")
-    assert names(machine, token) == ["Park", "Wood"]
+    assert names(machine, empty_account) == ["Park", "Wood"]
 
 
-def test_newest_14_backups_are_kept(machine):
-    folder = "/var/backups/gardening"
-    machine.paste(f"cd {folder} && touch mine.db 2020-01-{{10..30}}T030000Z.db")
-    now = "date -u +%Y-%m-%dT%H%M%SZ.db"
-    before = machine.paste(now).strip()
+def test_newest_14_backups_are_kept(machine, no_backups):
+    machine.paste(f"cd {BACKUPS} && touch mine.db 2020-01-{{10..30}}T030000Z.db")
+    before = machine.paste(NOW).strip()
     machine.paste("systemctl start gardening-backup")
-    after = machine.paste(now).strip()
-    kept = machine.paste(f"ls {folder}").split()
+    after = machine.paste(NOW).strip()
+    kept = machine.paste(f"ls {BACKUPS}").split()
     dated = [name for name in kept if name != "mine.db"]
     assert len(dated) == len(kept) - 1 == 14
     assert before <= dated[-1] <= after
-    owner = machine.paste(f"stat --format='%U %a' {folder}/{dated[-1]}")
+    owner = machine.paste(f"stat --format='%U %a' {BACKUPS}/{dated[-1]}")
     assert owner == "gardening 600\n"
-    machine.paste(f"rm {folder}/mine.db")
 
 
-def test_failed_backup_removes_no_other_one(machine):
-    folder = "/var/backups/gardening"
-    machine.paste(f"cd {folder} && touch 2020-01-{{10..30}}T030000Z.db")
+def test_failed_backup_removes_no_other_one(machine, no_backups):
+    machine.paste(f"cd {BACKUPS} && touch 2020-01-{{10..30}}T030000Z.db")
     machine.paste("mv /opt/gardening/app.py /tmp/")
     try:
         machine.paste("systemctl start gardening-backup", status=1)
-        assert len(machine.paste(f"ls {folder}/2020*").split()) == 21
+        assert len(machine.paste(f"ls {BACKUPS}/2020*").split()) == 21
     finally:
-        machine.paste("mv /tmp/app.py /opt/gardening/")
-        machine.paste(f"rm {folder}/2020*; systemctl reset-failed")
+        machine.paste("mv /tmp/app.py /opt/gardening/ && systemctl reset-failed")
 
 
 def test_backups_are_made_every_night(machine):
@@ -468,14 +481,13 @@ def test_health_on_the_page_is_that_of_the_service(machine):
         machine.paste(f"mv {DATABASE}-moved {DATABASE} && systemctl restart gardening")
 
 
-def test_backup_that_was_not_made_is_noticed(machine):
+def test_backup_that_was_not_made_is_noticed(machine, no_backups):
     script = block("Watch", "find")
-    machine.paste(f"mkdir /tmp/old && mv {BACKUPS}/* /tmp/old")
+    machine.paste(script, status=1)
     machine.paste(f"touch --date='37 hours ago' {BACKUPS}/2020-01-01T030000Z.db")
     machine.paste(script, status=1)
     machine.paste("systemctl start gardening-backup")
     paste_twice(machine, script)
-    machine.paste(f"rm {BACKUPS}/2020* && mv /tmp/old/* {BACKUPS} && rmdir /tmp/old")
 
 
 def test_log_of_nginx_is_not_for_everybody(machine):
@@ -522,21 +534,14 @@ def test_prefix_and_origins_are_installed(machine, saved_settings):
         }.items()
     ],
 )
-def test_another_proxy_takes_the_place_of_nginx(machine, token, heading, program):
+def test_another_proxy_takes_the_place_of_nginx(
+    machine, token_of_ann, heading, program
+):
     paste_twice(machine, block(heading))
     try:
-        hello = "/api/v1/hello-service/auth"
-        assert curl_through_the_proxy(machine, hello, "-X PUT", token=token)[0] == 200
+        assert status_of_hello(machine, token_of_ann) == 200
     finally:
         machine.paste(f"systemctl stop {program} && systemctl enable --now nginx")
-
-
-@pytest.fixture
-def saved_settings(machine):
-    """A copy of the settings, which hold again after the test."""
-    machine.paste("cp /etc/gardening.env /run/")
-    yield "/run/gardening.env"
-    machine.paste("cp /run/gardening.env /etc/ && systemctl restart gardening")
 
 
 def test_metrics_are_sent_once_the_setting_is_there(machine, saved_settings):
@@ -564,11 +569,11 @@ def litestream(machine):
     machine.paste("systemctl disable --now gardening-litestream")
 
 
-def test_copy_of_litestream_loses_a_second_at_most(machine, token, litestream):
-    create(machine, token, "Park")
-    [project] = curl(machine, PROJECTS, token=token)[1]
+def test_copy_of_litestream_loses_a_second_at_most(machine, empty_account, litestream):
+    add_project(machine, empty_account, "Park")
+    [project] = curl(machine, PROJECTS, token=empty_account)[1]
     address = f"http://127.0.0.1:8000{PROJECTS}/{project['id']}"
-    headers = f"-H 'Content-Type: application/json' -H 'Authorization: Bearer {token}'"
+    headers = f"-H 'Content-Type: application/json' -H 'Authorization: Bearer {empty_account}'"
     machine.paste("sleep 1.1 && date -u +%FT%TZ >/tmp/moment && sleep 1.1")
     machine.paste(
         f"while curl -fs -X PUT {headers} -d '{{}}' {address}; do date +%s.%N >&3; done"
@@ -585,7 +590,8 @@ def test_copy_of_litestream_loses_a_second_at_most(machine, token, litestream):
     def version(restore):
         machine.paste(restore)
         assert machine.paste(f"stat --format='%U %a' {DATABASE}") == "gardening 600\n"
-        return curl(machine, f"{PROJECTS}/{project['id']}", token=token)[1]["version"]
+        [project] = curl(machine, PROJECTS, token=empty_account)[1]
+        return project["version"]
 
     restore = block("Restore", page=LITESTREAM)
     newest = machine.paste(block("Watch", "ltx", page=LITESTREAM)).split()[-1]
@@ -599,22 +605,24 @@ def test_copy_of_litestream_loses_a_second_at_most(machine, token, litestream):
     assert version(restore.replace(" -o restored.db", earlier)) == 1
 
 
-def test_litestream_goes_on_beside_a_restore(machine, token, litestream):
+def test_litestream_goes_on_beside_a_restore(
+    machine, no_backups, empty_account, litestream
+):
     """Installed on a new machine, with what the old one had copied."""
     install, start = blocks(LITESTREAM, "Install")
     restore_copy = block("Restore", page=LITESTREAM)
     order = "systemctl show --property=Before --value gardening-litestream"
     assert "gardening.service" in machine.paste(order).split()  # stops after it
-    create(machine, token, "kept")
+    add_project(machine, empty_account, "kept")
     machine.paste("systemctl start gardening-backup")
-    create(machine, token, "lost")
+    add_project(machine, empty_account, "lost")
     machine.paste(block("Backup and restore", "gardening-restore"))
     assert machine.paste("systemctl is-active gardening-litestream") == "active\n"
-    create(machine, token, "since")
+    add_project(machine, empty_account, "since")
     # And Litestream with it, which copies what is left.
     machine.paste("systemctl stop gardening")
     paste_twice(machine, restore_copy)
-    assert names(machine, token) == ["kept", "since"]
+    assert names(machine, empty_account) == ["kept", "since"]
     machine.paste(block("Watch", "rm -rf", page=LITESTREAM))
     assert machine.paste("systemctl is-active gardening-litestream") == "active\n"
 
@@ -627,11 +635,11 @@ def test_litestream_goes_on_beside_a_restore(machine, token, litestream):
     paste(machine, install)
     machine.paste(restore_copy)
     machine.paste(start)
-    assert names(machine, token) == ["kept", "since"]
+    assert names(machine, empty_account) == ["kept", "since"]
 
 
 @pytest.mark.skipif(not CLUSTER.exists(), reason="Debian's PostgreSQL is not installed")
-def test_projects_move_to_postgresql_and_back(machine, token, saved_settings):
+def test_projects_move_to_postgresql_and_back(machine, empty_account, saved_settings):
     create_database, store_password = blocks(POSTGRESQL, "Set up")
     backup, restore, back = blocks(POSTGRESQL, "Move from a file, and back")
     version = CLUSTER.parent.name
@@ -651,25 +659,25 @@ def test_projects_move_to_postgresql_and_back(machine, token, saved_settings):
         assert old in settings
         settings = settings.replace(old, new)
 
-    create(machine, token, "Park")
-    kept = curl(machine, PROJECTS, token=token)
+    add_project(machine, empty_account, "Park")
+    kept = curl(machine, PROJECTS, token=empty_account)
     paste_twice(machine, backup)
     machine.paste("cat >> /etc/gardening.env", input=settings)
     machine.paste(restore)
     machine.paste(restore, status=1)
-    assert curl(machine, PROJECTS, token=token) == kept
-    create(machine, token, "on PostgreSQL")
-    kept = curl(machine, PROJECTS, token=token)
+    assert curl(machine, PROJECTS, token=empty_account) == kept
+    add_project(machine, empty_account, "on PostgreSQL")
+    kept = curl(machine, PROJECTS, token=empty_account)
 
     paste_twice(machine, backup)
     machine.paste(f"cp {saved_settings} /etc/gardening.env")
     machine.paste(f"pg_ctlcluster {version} main stop")
     machine.paste(back)
     machine.paste(back, status=1)
-    assert curl(machine, PROJECTS, token=token) == kept
+    assert curl(machine, PROJECTS, token=empty_account) == kept
 
 
-def test_uninstalled_service_leaves_nothing(machine, token):
+def test_uninstalled_service_leaves_nothing(machine, token_of_ann):
     program, data = blocks(PAGE, "Uninstall")
     touched = "etc opt/gardening usr/local/bin var/lib/gardening var/backups"
     machine.paste(f"tar --create --file=/run/before.tar -C / {touched}")
