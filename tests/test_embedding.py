@@ -10,7 +10,7 @@ import uuid
 
 import pytest
 from rigs.outside import HOSTILE, call_projects, copy_service, left, refuses
-from rigs.running import LIMIT, ROOT, blocks, needs, run
+from rigs.running import LIMIT, ROOT, blocks, needs, replaced, run
 
 PAGE = "docs/testing.md"
 PLUGIN = "testing.gardening_service.fixtures"
@@ -182,7 +182,7 @@ def test_no_module_of_ours_but_the_package_can_be_imported(python):
 def run_failing(tests, folder, environment):
     """What tests print that use the service in the folder, and wait less for it."""
     plugin = folder / "testing/gardening_service/fixtures.py"
-    plugin.write_text(plugin.read_text().replace("LIMIT = 10 ", "LIMIT = 4 "))
+    plugin.write_text(replaced(plugin.read_text(), {"LIMIT = 10 ": "LIMIT = 4 "}))
     (folder / "test_it.py").write_text(tests)
     command = [sys.executable, "-m", "pytest", "-Werror", "-p", PLUGIN, folder]
     environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}

@@ -6,11 +6,12 @@ import re
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from rigs.conformance import HELLO
 from rigs.running import (
     BIN,
     LIMIT,
@@ -21,10 +22,10 @@ from rigs.running import (
     gunicorn,
     port_of,
     run,
+    store_on,
     token_on,
 )
 
-HELLO = "/api/v1/hello-service"
 UNREAD = {  # requests that get a response before their body is read
     200: ("POST", HELLO, True, "application/json"),
     401: ("POST", PROJECTS, False, "application/json"),
@@ -43,7 +44,7 @@ def set_up(environment, **changes):
     return dict(re.findall(r"^(\w+) += (.*)$", printed, re.MULTILINE))
 
 
-def connect(port):
+def open_connection(port):
     return socket.create_connection(("127.0.0.1", port), LIMIT)
 
 
@@ -116,7 +117,7 @@ def log(shared, token):
             for request in requests:
                 head = f"{request}\r\nHost: x\r\nConnection: close\r\n\r\n"
                 head = head.replace("TOKEN", token)
-                with connect(shared.port) as client:
+                with open_connection(shared.port) as client:
                     client.sendall(head.encode())
                     while client.recv(65536):
                         pass
@@ -125,7 +126,9 @@ def log(shared, token):
     return log
 
 
-def test_access_log_has_a_line_for_each_request(log, token):
+def test_access_log_has_a_line_for_each_request(log, token, shared):
+    with closing(store_on(shared.database)) as store:
+        caller = f"ann/{store.list_tokens()[-1].id}"
     called = f"GET {PROJECTS}?page=0 HTTP/1.1\r\nX-Request-Id: 7f\r\n"
     lines = log(
         called + "Authorization: Bearer TOKEN",
@@ -136,9 +139,9 @@ def test_access_log_has_a_line_for_each_request(log, token):
     fields = r'"([^"]*)" "(\S+) (\S+)" (\d+) \d+ \d+ (.*)'
     found = [re.fullmatch(fields, line).groups() for line in lines]
     assert found == [
-        ("ann/1", "GET", PROJECTS, "200", "7f"),
+        (caller, "GET", PROJECTS, "200", "7f"),
         ("-", "GET", PROJECTS, "401", "7f"),
-        ("ann/1", "GET", f"{PROJECTS}/none", "404", "-"),
+        (caller, "GET", f"{PROJECTS}/none", "404", "-"),
         ("-", "PURGE", HELLO, "200", "-"),
     ]
 
@@ -197,7 +200,7 @@ def test_unread_body_leaves_the_connection_usable_or_announces_its_end(
         kind = "application/json" if status == 413 else kind
         headers = [f"Content-Type: {kind}"]
         headers += [f"Authorization: Bearer {token}"] * signed
-        with connect(port) as connection, connection.makefile("rb") as stream:
+        with open_connection(port) as connection, connection.makefile("rb") as stream:
             send(connection, method, path, headers, size, chunked)
             found, responded = receive(stream)
             assert found == status
@@ -258,7 +261,7 @@ def test_body_must_be_whole(shared, framing, body, status):
     token = token_on(shared.database, account)
     head = [f"POST {PROJECTS} HTTP/1.1", "Host: x", "Content-Type: application/json"]
     head += [f"Authorization: Bearer {token}", framing, "", ""]
-    with connect(shared.port) as connection:
+    with open_connection(shared.port) as connection:
         connection.sendall("\r\n".join(head).encode() + body)
         connection.shutdown(socket.SHUT_WR)
         with connection.makefile("rb") as stream:

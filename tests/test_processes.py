@@ -7,10 +7,11 @@ import signal
 import socket
 import sqlite3
 import sys
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
+from rigs.conformance import HELLO
 from rigs.outside import copy_service
 from rigs.running import (
     BIN,
@@ -23,6 +24,7 @@ from rigs.running import (
     flask,
     flask_run,
     gunicorn,
+    replaced,
     run,
     token_on,
     wait_for,
@@ -59,11 +61,9 @@ def test_token_revoked_by_command_is_invalid_in_every_worker(environment, token)
     with gunicorn(environment, TWO_WORKERS) as (_, port):
 
         def statuses():
-            clients = [Client(port, token) for _ in range(20)]
-            found = {client.call("GET", PROJECTS)[0] for client in clients}
-            for client in clients:
-                client.close()
-            return found
+            with ExitStack() as opened:
+                clients = [opened.enter_context(Client(port, token)) for _ in range(20)]
+                return {client.call("GET", PROJECTS)[0] for client in clients}
 
         assert statuses() == {200}
         flask("token", "revoke", "1", environment=environment)
@@ -193,7 +193,7 @@ def test_worker_takes_no_file_that_has_replaced_the_one_it_started_with(
     """Nobody has called it before."""
     with gunicorn(environment) as (_, port):
         with Client(port, token) as client:
-            client.call("GET", "/api/v1/hello-service")  # it has started
+            client.call("GET", HELLO)  # it has started
         with closing(sqlite3.connect(path)) as copied:
             copied.execute("VACUUM INTO ?", [f"{path}-copy"])
         os.rename(f"{path}-copy", path)
@@ -208,7 +208,7 @@ def test_reload_serves_the_code_of_the_next_release(environment, tmp_path):
 
         def greeting():
             with Client(port, "x") as client:
-                return client.call("GET", "/api/v1/hello-service")[1]["greetings"]
+                return client.call("GET", HELLO)[1]["greetings"]
 
         assert greeting() == "Hello from the Gardening Project Service!"
         for file, old, new in [
@@ -216,7 +216,6 @@ def test_reload_serves_the_code_of_the_next_release(environment, tmp_path):
             ("commands.py", "MAX_DAYS =", "NEXT = 'Welcome'\nMAX_DAYS ="),
         ]:
             text = (tmp_path / file).read_text()
-            assert old in text
-            (tmp_path / file).write_text(text.replace(old, new))
+            (tmp_path / file).write_text(replaced(text, {old: new}))
         os.kill(process.pid, signal.SIGHUP)
         wait_for(lambda: greeting().startswith("Welcome from "))

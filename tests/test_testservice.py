@@ -16,10 +16,12 @@ from urllib.request import urlopen
 import pytest
 from rigs.outside import call_projects, connect, copy_service, refuses, steer
 from rigs.running import (
+    IPV6,
     LIMIT,
     PROJECTS,
     ROOT,
     at_once,
+    hold_port,
     port_of,
     run,
     wait_for,
@@ -323,19 +325,18 @@ def test_wrong_option_is_one_line(option):
 
 
 def test_bind_chooses_the_address_which_must_be_free(start):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    with hold_port() as holder:
+        address = f"127.0.0.1:{holder.getsockname()[1]}"
+        with start("--bind", address) as service:
+            assert service.read()["url"] == f"http://{address}"
+            assert service.errors() == ""
+        holder.listen()
         with start("--bind", address) as service:
             errors = service.errors()
             assert service.process.returncode == 2
             assert errors.count("\n") == 1
             assert address in errors
             assert "in use" in errors
-    with start("--bind", address) as service:
-        assert service.read()["url"] == f"http://{address}"
-
-
-IPV6 = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
 
 
 @pytest.mark.parametrize(

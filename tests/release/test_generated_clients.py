@@ -136,7 +136,7 @@ def test_python_client_of_openapi_generator_works(url, database, generated):
 def test_client_of_openapi_fetch_compiles_strictly_and_works(url, database, tmp_path):
     folder = shutil.copytree(TYPESCRIPT, tmp_path / "client")
     quietly = ["--no-audit", "--no-fund", "--prefer-offline"]
-    run("npm", "ci", *quietly, folder=folder)
+    run("npm", "ci", *quietly, folder=folder, limit=10 * LIMIT)
     programs, description = folder / "node_modules/.bin", f"{url}/openapi.json"
     generate = [programs / "openapi-typescript", description, "--output=schema.ts"]
     printed = run(*generate, folder=folder)

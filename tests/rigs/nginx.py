@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 
 from rigs.conformance import title_of
-from rigs.running import LIMIT, ROOT, blocks, run
+from rigs.running import LIMIT, ROOT, blocks, replaced, run
 
 PROGRAM = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
 HOST = "gardening.example.org"
@@ -34,13 +34,6 @@ needs_nginx = pytest.mark.skipif(
     not (PROGRAM and shutil.which("openssl")),
     reason="nginx or openssl is not installed",
 )
-
-
-def replaced(text: str, changes: dict[str, str]) -> str:
-    for old, new in changes.items():
-        assert old in text, old
-        text = text.replace(old, new)
-    return text
 
 
 def add_http_2(snippets: Path, program: str | Path | None = PROGRAM) -> str:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from rigs import nginx
-from rigs.running import LIMIT, ROOT, blocks, needs, run, wait_for
+from rigs.running import LIMIT, ROOT, blocks, hold_port, needs, replaced, run, wait_for
 
 PATH = f"{os.environ['PATH']}:/usr/sbin"
 
@@ -125,13 +125,8 @@ def start_proxy(
     both = (folder / "certificate.pem").read_text() + (folder / "key.pem").read_text()
     (folder / "both.pem").write_text(both)
     with ExitStack() as held:
-        ports = []
-        for _ in range(2):
-            # Bound and not listening: nobody else gets the port, but who names it can listen.
-            holder = held.enter_context(socket.socket())
-            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            holder.bind(("127.0.0.1", 0))
-            ports.append(holder.getsockname()[1])
+        holders = [held.enter_context(hold_port()) for _ in range(2)]
+        ports = [holder.getsockname()[1] for holder in holders]
         plain_port, port = ports
         given = {"folder": folder, "plain_port": plain_port, "port": port}
         places = {
@@ -140,7 +135,7 @@ def start_proxy(
         file = shutil.copy(ROOT / "deploy" / kind.file, folder / "configuration")
         if name == "caddy":
             use_its_words(file)
-        configuration = nginx.replaced(file.read_text(), places | (changes or {}))
+        configuration = replaced(file.read_text(), places | (changes or {}))
         if name == "apache2":
             given["modules"] = apache_modules()
         framed = kind.frame.format(configuration=configuration, **given)

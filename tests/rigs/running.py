@@ -48,6 +48,15 @@ ON_SQLITE = pytest.mark.parametrize("database", ["SQLite"], indirect=True)
 ON_POSTGRESQL = pytest.mark.parametrize("database", ["PostgreSQL"], indirect=True)
 
 
+def has_ipv6():
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+IPV6 = pytest.mark.skipif(not has_ipv6(), reason="needs IPv6")
 NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
 
@@ -80,6 +89,14 @@ def run(*command, status=0, folder=ROOT, environment=None, limit=LIMIT, **option
     )
     assert ended.returncode == status, ended.stdout + ended.stderr
     return ended
+
+
+def replaced(text, changes):
+    """The text with each of its parts on the left, which it must have, as on the right."""
+    for old, new in changes.items():
+        assert old in text, old
+        text = text.replace(old, new)
+    return text
 
 
 def flask(*arguments, environment, **options):
@@ -210,6 +227,14 @@ class TLSClient(Client):
         self.sock = context.wrap_socket(
             self.sock, server_hostname="gardening.example.org"
         )
+
+
+def hold_port():
+    """A port that nobody else gets, and on which whoever names it can listen."""
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    return holder
 
 
 def port_of(url):
