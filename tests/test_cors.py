@@ -24,7 +24,7 @@ def nginx(gardening_service, tmp_path_factory):
 
 
 @pytest.fixture
-def client(nginx, gardening):
+def tls_client(nginx, gardening):
     with TLSClient(nginx.port, gardening.token) as client:
         yield client
 
@@ -37,44 +37,44 @@ def preflight(
     return client.fetch("OPTIONS", path, **origin, **asked)
 
 
-def listed(headers: HTTPMessage, name: str) -> set[str]:
+def names_in(headers: HTTPMessage, name: str) -> set[str]:
     return set(filter(None, (headers[name] or "").split(", ")))
 
 
 @pytest.mark.parametrize(
     "path", [PROJECTS, "/garden" + PROJECTS, "/api/v1/hello-service"]
 )
-def test_preflight_of_a_named_origin_succeeds(client, path):
-    status, headers, content = preflight(client, path, NAMED)
+def test_preflight_of_a_named_origin_succeeds(tls_client, path):
+    status, headers, content = preflight(tls_client, path, NAMED)
     assert (status, content) == (204, b"")
     assert headers["Access-Control-Allow-Origin"] == NAMED
-    assert listed(headers, "Access-Control-Allow-Methods") == METHODS
-    assert listed(headers, "Access-Control-Allow-Headers") == ALLOWED
+    assert names_in(headers, "Access-Control-Allow-Methods") == METHODS
+    assert names_in(headers, "Access-Control-Allow-Headers") == ALLOWED
     assert headers["Access-Control-Max-Age"] == "7200"
     assert "Origin" in headers.get_all("Vary")
 
 
-def test_other_options_reach_the_service(client):
+def test_other_options_reach_the_service(tls_client):
     hello = "/api/v1/hello-service"
     for origin, method in ((OTHER, "PUT"), (NAMED, None), (None, "PUT")):
-        status, headers, content = preflight(client, hello, origin, method)
+        status, headers, content = preflight(tls_client, hello, origin, method)
         assert (status, json.loads(content)["requestMethod"]) == (200, "OPTIONS")
         assert "Access-Control-Allow-Methods" not in headers
         assert "Access-Control-Max-Age" not in headers
-        assert_problem(preflight(client, PROJECTS, origin, method), 405)
+        assert_problem(preflight(tls_client, PROJECTS, origin, method), 405)
 
 
 @pytest.mark.parametrize(
     "path, status", [(PROJECTS, 200), ("/x", 404), ("/gardening-problem", 404)]
 )
-def test_headers_name_the_named_origin_alone(client, path, status):
+def test_headers_name_the_named_origin_alone(tls_client, path, status):
     for origin in (NAMED, OTHER, NAMED + ".evil.example", "null"):
-        found, headers, _ = client.fetch("GET", path, Origin=origin)
+        found, headers, _ = tls_client.fetch("GET", path, Origin=origin)
         assert found == status
         assert "Origin" in headers.get_all("Vary")
         named = origin == NAMED
         assert headers["Access-Control-Allow-Origin"] == (origin if named else None)
-        exposed = listed(headers, "Access-Control-Expose-Headers")
+        exposed = names_in(headers, "Access-Control-Expose-Headers")
         assert exposed == (EXPOSED if named else set())
 
 

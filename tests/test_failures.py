@@ -146,7 +146,7 @@ def test_unknown_failure_is_an_error_that_names_the_known_ones(
         assert repr(known) in message
 
 
-def settled(response):
+def own_parts(response):
     """The status, the headers that are this response's own, and the content."""
     status, headers, content = response
     own = {k: v for k, v in headers.items() if k not in ON_EVERY_RESPONSE}
@@ -168,12 +168,12 @@ def test_failure_is_that_of_a_damaged_database(
         else:
             with closing(sqlite3.connect(path, isolation_level=None)) as connection:
                 connection.execute(damage)
-        expected = settled(real.fetch("POST", PROJECTS, "{}", **JSON))
-    assert settled(client.fetch("POST", PROJECTS, "{}", **JSON)) == expected
+        expected = own_parts(real.fetch("POST", PROJECTS, "{}", **JSON))
+    assert own_parts(client.fetch("POST", PROJECTS, "{}", **JSON)) == expected
     assert expected[0] == int(failure)
 
 
-def test_503_of_an_unknown_outcome_says_so(failing):
+def test_unknown_outcome_has_a_503_of_its_own_type(failing):
     client, _ = failing("503", "503-unknown")
     known, unknown = [client.ask("POST", PROJECTS, {}) for _ in range(2)]
     assert unknown[1]["Retry-After"] == known[1]["Retry-After"]
@@ -188,7 +188,9 @@ NGINX = {"429": {"rate=50r/s": "rate=1r/m", "burst=100": "burst=1"}, "504": BRIE
 @needs_nginx
 @pytest.mark.parametrize("method", ["POST", "HEAD"])
 @pytest.mark.parametrize("failure", ["429", "502", "504"])
-def test_refusal_is_that_of_nginx(failing, tmp_path, failure, method):
+def test_planned_refusal_is_the_one_that_nginx_sends(
+    failing, tmp_path, failure, method
+):
     client, _ = failing(failure)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
@@ -199,7 +201,7 @@ def test_refusal_is_that_of_nginx(failing, tmp_path, failure, method):
             TLSClient(nginx.port, "x") as behind,
         ):
             responses = [behind.fetch(method, PROJECTS) for _ in range(3)]
-    assert settled(client.fetch(method, PROJECTS)) == settled(responses[-1])
+    assert own_parts(client.fetch(method, PROJECTS)) == own_parts(responses[-1])
     assert responses[-1][0] == int(failure)
     if method == "POST":
         assert_problem(responses[-1], int(failure))

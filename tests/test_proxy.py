@@ -79,7 +79,7 @@ def account(service):
 
 
 @pytest.fixture
-def client(proxy, account):
+def tls_client(proxy, account):
     with TLSClient(proxy.port, account) as client:
         yield client
 
@@ -150,35 +150,37 @@ def test_no_idle_connection_ends_in_a_502(kind, environment, token, tmp_path):
 
 
 @PREFIXES
-def test_every_call_of_the_api_passes(client, prefix):
+def test_every_call_of_the_api_passes(tls_client, prefix):
     hello = "/api/v1/hello-service"
-    assert client.call("GET", "/health") == (200, {"status": "ok"})
-    assert client.call("PURGE", f"{prefix}{hello}")[1]["requestMethod"] == "PURGE"
-    assert client.call("PUT", f"{prefix}{hello}/auth")[1]["isAuthenticated"]
-    assert client.call("GET", f"{prefix}/openapi.json")[0] == 200
-    status, headers, content = client.ask("POST", f"{prefix}{PROJECTS}", {"name": "é"})
+    assert tls_client.call("GET", "/health") == (200, {"status": "ok"})
+    assert tls_client.call("PURGE", f"{prefix}{hello}")[1]["requestMethod"] == "PURGE"
+    assert tls_client.call("PUT", f"{prefix}{hello}/auth")[1]["isAuthenticated"]
+    assert tls_client.call("GET", f"{prefix}/openapi.json")[0] == 200
+    status, headers, content = tls_client.ask(
+        "POST", f"{prefix}{PROJECTS}", {"name": "é"}
+    )
     project_url, project = headers["Location"], json.loads(content)
     assert status == 201
     assert project_url == f"{prefix}{PROJECTS}/{project['id']}"
-    assert client.call("GET", project_url) == (200, project)
-    client.call("POST", f"{prefix}{PROJECTS}", {})
-    status, headers, content = client.ask("GET", f"{prefix}{PROJECTS}?size=1")
+    assert tls_client.call("GET", project_url) == (200, project)
+    tls_client.call("POST", f"{prefix}{PROJECTS}", {})
+    status, headers, content = tls_client.ask("GET", f"{prefix}{PROJECTS}?size=1")
     assert json.loads(content)["projectList"] == [project]
     target = re.fullmatch(r'<(.*)>; rel="next"', headers["Link"])[1]
     assert urljoin(f"{prefix}{PROJECTS}?size=1", target).startswith(f"{prefix}/api/")
-    assert client.call("GET", target)[1]["total"] == 2
-    status, changed = client.call("PUT", project_url, {"name": None})
+    assert tls_client.call("GET", target)[1]["total"] == 2
+    status, changed = tls_client.call("PUT", project_url, {"name": None})
     assert (status, changed["version"]) == (200, 2)
-    assert client.call("GET", f"{prefix}{PROJECTS}/a%2Fb")[0] == 404
-    assert client.call("DELETE", project_url) == (204, None)
-    assert client.call("GET", project_url)[0] == 404
+    assert tls_client.call("GET", f"{prefix}{PROJECTS}/a%2Fb")[0] == 404
+    assert tls_client.call("DELETE", project_url) == (204, None)
+    assert tls_client.call("GET", project_url)[0] == 404
 
 
 @pytest.mark.parametrize("chunked", [False, True], ids=["length", "chunked"])
-def test_body_of_64_kib_passes_and_no_longer_one(client, chunked):
+def test_body_of_64_kib_passes_and_no_longer_one(tls_client, chunked):
     for size, status in ((65_536, 201), (65_537, 413)):
         body = b"{}".ljust(size)
-        response = client.fetch(
+        response = tls_client.fetch(
             "POST",
             PROJECTS,
             iter([body]) if chunked else body,
@@ -186,7 +188,7 @@ def test_body_of_64_kib_passes_and_no_longer_one(client, chunked):
         )
         assert response[0] == status
     assert_problem(response, 413)
-    assert len(client.call("GET", PROJECTS)[1]) == 1
+    assert len(tls_client.call("GET", PROJECTS)[1]) == 1
 
 
 @pytest.mark.parametrize(
@@ -240,10 +242,10 @@ def test_http_leads_to_https(proxy):
 @ON_NGINX
 @pytest.mark.parametrize("size", [64 * 1024 + 1, 100_000, 1_000_000])
 @pytest.mark.parametrize("chunked", [False, True])
-def test_long_body_is_refused_by_nginx(client, size, chunked):
+def test_long_body_is_refused_by_nginx(tls_client, size, chunked):
     body = iter([b"x" * size]) if chunked else b"x" * size
-    assert_problem(client.fetch("POST", PROJECTS, body), 413)
-    assert client.call("GET", PROJECTS) == (200, [])
+    assert_problem(tls_client.fetch("POST", PROJECTS, body), 413)
+    assert tls_client.call("GET", PROJECTS) == (200, [])
 
 
 @ON_NGINX
@@ -260,8 +262,10 @@ def test_long_body_is_refused_by_nginx(client, size, chunked):
         ("POST", PROJECTS, {"Transfer_Encoding": "gzip"}, 501),
     ],
 )
-def test_refusal_of_nginx_is_a_problem_document(client, method, path, headers, status):
-    response = client.fetch(method, path, **headers)
+def test_refusal_of_nginx_is_a_problem_document(
+    tls_client, method, path, headers, status
+):
+    response = tls_client.fetch(method, path, **headers)
     assert_problem(response, status)
     assert "Retry-After" not in response[1]
 
@@ -270,10 +274,10 @@ def test_refusal_of_nginx_is_a_problem_document(client, method, path, headers, s
 @pytest.mark.parametrize(
     "request_line", ["nonsense", "GET / HTTP/3.0", "GET /\x01 HTTP/1.1", "\x16\x03"]
 )
-def test_refusal_of_what_is_no_request_is_a_problem_document(client, request_line):
-    client.connect()
-    client.sock.sendall(f"{request_line}\r\nHost: x\r\n\r\n".encode())
-    response = http.client.HTTPResponse(client.sock)
+def test_refusal_of_what_is_no_request_is_a_problem_document(tls_client, request_line):
+    tls_client.connect()
+    tls_client.sock.sendall(f"{request_line}\r\nHost: x\r\n\r\n".encode())
+    response = http.client.HTTPResponse(tls_client.sock)
     response.begin()
     received = response.status, response.headers, response.read()
     assert_problem(received, 505 if "3.0" in request_line else 400)
@@ -296,7 +300,7 @@ def test_defect_of_nginx_is_a_problem_document(kind, service, tmp_path):
         assert_problem(client.fetch("POST", PROJECTS, b"x" * 60_000), 500)
 
 
-def test_errors_of_the_service_pass_as_they_are(client, service, account):
+def test_errors_of_the_service_pass_as_they_are(tls_client, service, account):
     asked = [
         ("GET", "/x", None),
         ("PUT", "/openapi.json", None),
@@ -307,12 +311,12 @@ def test_errors_of_the_service_pass_as_they_are(client, service, account):
         for call in asked:
             passed, sent = (
                 each.fetch(*call, Content_Type="application/json")
-                for each in (client, direct)
+                for each in (tls_client, direct)
             )
             assert passed[::2] == sent[::2]
             for name in ("Content-Type", "Allow", "Retry-After"):
                 assert passed[1][name] == sent[1][name]
-    status, headers, _ = client.fetch("GET", PROJECTS, Authorization="")
+    status, headers, _ = tls_client.fetch("GET", PROJECTS, Authorization="")
     assert (status, headers["WWW-Authenticate"]) == (401, 'Bearer realm="gardening"')
 
 
@@ -325,74 +329,74 @@ ODD_PATHS += " /a%00 /%2e%2e/%2E%2E //a /./a /../../../../../a /a;b=c /%zz /%"
     "prefix", ["", "/garden", "//garden", "/./garden", "/%67arden"]
 )
 @pytest.mark.parametrize("rest", ODD_PATHS.split())
-def test_odd_path_is_a_sane_problem(client, prefix, rest):
-    response = client.fetch("GET", prefix + PROJECTS + rest)
+def test_odd_path_is_a_sane_problem(tls_client, prefix, rest):
+    response = tls_client.fetch("GET", prefix + PROJECTS + rest)
     assert response[0] in (400, 404)
     assert_problem(response, response[0])
     assert "X-Forged" not in response[1]
 
 
 @pytest.fixture
-def long_project(client):
+def long_project(tls_client):
     """One of 4 KiB or more, which nginx would compress."""
     members = {"name": "😀" * 1000, "postal_code": "😀" * 100}
-    return client.call("POST", PROJECTS, members)[1]
+    return tls_client.call("POST", PROJECTS, members)[1]
 
 
 @PREFIXES
-def test_long_list_is_compressed_and_its_etag_known(client, long_project, prefix):
+def test_long_list_is_compressed_and_its_etag_known(tls_client, long_project, prefix):
     for path, expected in {
         PROJECTS: [long_project],
         f"{PROJECTS}?page=0": {"projectList": [long_project], "page": 0, "size": 20}
         | {"total": 1},
     }.items():
         accepted = {"Accept_Encoding": "gzip"}
-        status, headers, content = client.fetch("GET", prefix + path, **accepted)
+        status, headers, content = tls_client.fetch("GET", prefix + path, **accepted)
         assert (status, headers["Content-Encoding"]) == (200, "gzip")
         assert len(content) < 1000
         assert json.loads(gzip.decompress(content)) == expected
         assert "Accept-Encoding" in headers["Vary"]
         known = accepted | {"If_None_Match": headers["ETag"]}
-        assert client.fetch("GET", prefix + path, **known)[0] == 304
+        assert tls_client.fetch("GET", prefix + path, **known)[0] == 304
 
 
 @PREFIXES
-def test_page_of_the_documentation_is_compressed(client, prefix):
+def test_page_of_the_documentation_is_compressed(tls_client, prefix):
     path = f"{prefix}/docs/files/swagger-ui.css"
-    status, headers, _ = client.fetch("GET", path, Accept_Encoding="gzip")
+    status, headers, _ = tls_client.fetch("GET", path, Accept_Encoding="gzip")
     assert (status, headers["Content-Encoding"]) == (200, "gzip")
 
 
 @PREFIXES
 @pytest.mark.parametrize("encoding", ["gzip", "br, gzip;q=0.5, *"])
 def test_etag_of_a_project_matches_whatever_is_compressed(
-    client, long_project, prefix, encoding
+    tls_client, long_project, prefix, encoding
 ):
     project_url = f"{prefix}{PROJECTS}/{long_project['id']}"
     accepted = {"Accept_Encoding": encoding}
-    status, headers, content = client.fetch("GET", project_url, **accepted)
+    status, headers, content = tls_client.fetch("GET", project_url, **accepted)
     if headers["Content-Encoding"] == "gzip":
         content = gzip.decompress(content)
     assert (status, json.loads(content)) == (200, long_project)
     known = accepted | {"If_None_Match": headers["ETag"]}
-    assert client.fetch("GET", project_url, **known)[0] == 304
+    assert tls_client.fetch("GET", project_url, **known)[0] == 304
     strong = {"If_Match": headers["ETag"], "Content_Type": "application/json"}
-    assert client.fetch("PUT", project_url, "{}", **accepted, **strong)[0] == 200
-    assert client.fetch("DELETE", project_url, **accepted, **strong)[0] == 412
+    assert tls_client.fetch("PUT", project_url, "{}", **accepted, **strong)[0] == 200
+    assert tls_client.fetch("DELETE", project_url, **accepted, **strong)[0] == 412
 
 
-def test_etag_of_a_new_project_matches(client):
+def test_etag_of_a_new_project_matches(tls_client):
     body = json.dumps({"name": "😀" * 1000})
     asked = {"Accept_Encoding": "gzip", "Content_Type": "application/json"}
-    _, headers, _ = client.fetch("POST", PROJECTS, body, **asked)
+    _, headers, _ = tls_client.fetch("POST", PROJECTS, body, **asked)
     asked["If_Match"] = headers["ETag"]
-    assert client.fetch("DELETE", headers["Location"], **asked)[0] == 204
+    assert tls_client.fetch("DELETE", headers["Location"], **asked)[0] == 204
 
 
 @ON_NGINX
-def test_short_response_is_not_compressed(client):
-    client.call("POST", PROJECTS, {"name": "x" * 1000})
-    _, headers, _ = client.fetch("GET", PROJECTS, Accept_Encoding="gzip")
+def test_short_response_is_not_compressed(tls_client):
+    tls_client.call("POST", PROJECTS, {"name": "x" * 1000})
+    _, headers, _ = tls_client.fetch("GET", PROJECTS, Accept_Encoding="gzip")
     assert "Content-Encoding" not in headers
     assert not headers["ETag"].startswith("W/")
 
@@ -400,9 +404,11 @@ def test_short_response_is_not_compressed(client):
 @PREFIXES
 @pytest.mark.parametrize("path, status", [(PROJECTS, 200), ("/x", 404)])
 def test_response_has_the_id_that_both_logs_have(
-    client, proxy, service, prefix, path, status
+    tls_client, proxy, service, prefix, path, status
 ):
-    found, headers, _ = client.fetch("GET", prefix + path, X_Request_Id="of the client")
+    found, headers, _ = tls_client.fetch(
+        "GET", prefix + path, X_Request_Id="of the client"
+    )
     assert found == status
     id = headers["X-Request-Id"]
     assert re.fullmatch(r"[\w@-]{24,36}", id)
@@ -415,17 +421,17 @@ def test_response_has_the_id_that_both_logs_have(
 
 
 @ON_NGINX
-def test_refusal_of_nginx_has_an_id_as_well(client, proxy):
-    found, headers, _ = client.fetch("GET", "/%00")
+def test_refusal_of_nginx_has_an_id_as_well(tls_client, proxy):
+    found, headers, _ = tls_client.fetch("GET", "/%00")
     assert found == 400
     id = headers["X-Request-Id"]
     line = wait_for(lambda: re.search(f".*{id}.*", proxy.log.read_text()))
     assert re.fullmatch(rf"\S+ 127\.0\.0\.1 {id} 400 \d+ [\d.]+", line[0])
 
 
-def test_browsers_are_told_to_keep_to_https(client, proxy):
+def test_browsers_are_told_to_keep_to_https(tls_client, proxy):
     for path in (PROJECTS, "/x"):
-        _, headers, _ = client.fetch("GET", path)
+        _, headers, _ = tls_client.fetch("GET", path)
         assert headers["Strict-Transport-Security"] == "max-age=31536000"
     with Client(proxy.plain_port, "x") as plain:  # where RFC 6797 7.2 forbids it
         assert "Strict-Transport-Security" not in plain.fetch("GET", PROJECTS)[1]

@@ -23,7 +23,7 @@ VARYING = {
 }
 
 
-def settled(text):
+def without_what_varies(text):
     for pattern, name in VARYING.items():
         text = re.sub(pattern, name, text)
     return text
@@ -47,7 +47,9 @@ def test_first_calls_and_tokens_print_what_the_readme_says(clone, monkeypatch):
         ended = run("sh", folder=clone, input=script.replace("curl", "curl -sS"))
         printed = "".join(blocks("README.md", heading, "text"))
         # The service ends no document with a line feed.
-        found, expected = ("".join(settled(t).split()) for t in (ended.stdout, printed))
+        found, expected = (
+            "".join(without_what_varies(t).split()) for t in (ended.stdout, printed)
+        )
         assert found == expected
         return ended.stderr
 

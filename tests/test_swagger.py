@@ -29,7 +29,7 @@ def upstream(environment):
 
 
 @pytest.fixture
-def client(upstream, token):
+def direct(upstream, token):
     """Past the proxy and the browser."""
     with Client(upstream, token) as client:
         yield client
@@ -64,35 +64,35 @@ def browser():
 
 
 @pytest.fixture
-def page(browser):
-    """An empty page as wide as a phone; every wait has a limit."""
+def tab(browser):
+    """An empty tab as wide as a phone; every wait has a limit."""
     phone = {"viewport": {"width": 390, "height": 844}, "is_mobile": True}
-    with browser.new_page(**phone) as page:
-        page.set_default_timeout(20_000)
-        yield page
+    with browser.new_page(**phone) as tab:
+        tab.set_default_timeout(20_000)
+        yield tab
 
 
 @pytest.fixture
-def docs(page, base):
+def docs(tab, base):
     """The page as a person finds it; fails if anything goes wrong in it, or outside."""
     wrong = []
 
     def watch(event: str, is_wrong: Callable[[Any], bool] = lambda _: True) -> None:
-        page.on(event, lambda seen: is_wrong(seen) and wrong.append(repr(seen)))
+        tab.on(event, lambda seen: is_wrong(seen) and wrong.append(repr(seen)))
 
     watch("console", lambda message: message.type in ("error", "warning"))
     watch("pageerror")
     watch("request", lambda request: not request.url.startswith(f"{base}/"))
     watch("requestfailed")
     watch("response", lambda response: response.status >= 400)
-    page.goto(f"{base}/")
-    page.get_by_text("List your Projects").wait_for()
-    yield page
+    tab.goto(f"{base}/")
+    tab.get_by_text("List your Projects").wait_for()
+    yield tab
     assert wrong == []
 
 
 @pytest.mark.parametrize("base", ["alone", *PROXIES], indirect=True)
-def test_address_leads_to_a_page_that_calls_the_service(docs, base, token, client):
+def test_address_leads_to_a_page_that_calls_the_service(docs, base, token, direct):
     assert docs.url == f"{base}/docs/"
     assert docs.evaluate("window.innerWidth") == 390
     docs.get_by_role("button", name="Authorize", exact=True).click()
@@ -107,7 +107,7 @@ def test_address_leads_to_a_page_that_calls_the_service(docs, base, token, clien
     response = create.locator(".live-responses-table")
     assert response.locator("tbody .response-col_status").inner_text() == "201"
     shown = response.locator("h5:text('Response body') + * code").inner_text()
-    assert client.call("GET", PROJECTS) == (200, [json.loads(shown)])
+    assert direct.call("GET", PROJECTS) == (200, [json.loads(shown)])
 
 
 @pytest.fixture
@@ -134,12 +134,12 @@ def test_service_without_the_package_has_no_page(without_docs, token):
         assert client.call("POST", PROJECTS, {})[0] == 201
 
 
-def test_every_file_of_the_page_is_served_with_its_policy(client):
+def test_every_file_of_the_page_is_served_with_its_policy(direct):
     folder = Path(flask_swagger_ui.__file__).parent / "dist"
     files = [f"files/{file.name}" for file in folder.iterdir()]
     for name in ["", "start.js", *files]:
         path = f"/docs/{name}"
-        status, headers, content = client.fetch("GET", path, Authorization="")
+        status, headers, content = direct.fetch("GET", path, Authorization="")
         assert (status, bool(content)) == (200, True), name
         assert headers["Content-Security-Policy"] == (
             "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
