@@ -28,7 +28,7 @@ COMPOSE = BIN / "docker-compose"
 DOCKERFILE = (ROOT / "Dockerfile").read_text().replace("\\\n", "")
 
 
-def test_image_has_the_driver_of_the_tests():
+def test_image_has_the_driver_that_is_tested():
     pins = re.compile(r"psycopg\[binary\]==[\d.]+")
     requirements = (ROOT / "tests/requirements.txt").read_text()
     assert pins.findall(DOCKERFILE) == pins.findall(requirements)
@@ -70,7 +70,7 @@ def test_image_holds_what_ships_and_nothing_else():
     assert re.search(r"(?m)^USER \d+$", DOCKERFILE)
 
 
-def test_health_is_that_of_the_service_and_its_database(environment, path):
+def test_probes_notice_a_lost_database_and_a_lost_service(environment, path):
     [check] = re.findall(r"HEALTHCHECK .* CMD (\[.*\])", DOCKERFILE)
     _, *arguments = json.loads(check)
     [probes] = blocks(PAGE, "Kubernetes", "yaml")

@@ -78,7 +78,7 @@ def test_headers_name_the_named_origin_alone(tls_client, path, status):
         assert exposed == (EXPOSED if named else set())
 
 
-def test_no_origin_may_without_the_lines(gardening, tmp_path):
+def test_no_origin_is_named_without_the_file(gardening, tmp_path):
     upstream = port_of(gardening.url)
     with proxy(tmp_path, upstream) as nginx, TLSClient(nginx.port, "x") as client:
         status, headers, _ = preflight(client, PROJECTS, "https://app.example.org")

@@ -64,7 +64,7 @@ def test_environment_sets_the_address_and_the_number_of_workers(environment):
     "prefix, status",
     [("", 404), ("/garden", 200), ("/garden/", 200), ("/gar", 404), ("/x", 404)],
 )
-def test_prefix_is_that_of_the_settings(environment, path, prefix, status):
+def test_prefix_comes_from_the_settings_alone(environment, path, prefix, status):
     """Not that of a header, whoever is trusted to send one."""
     token = token_on(path)
     environment |= {"GARDENING_PREFIX": prefix, "FORWARDED_ALLOW_IPS": "*"}
@@ -103,12 +103,12 @@ def shared(tmp_path_factory):
 
 
 @pytest.fixture
-def token(shared):
+def shared_token(shared):
     return token_on(shared.database)
 
 
 @pytest.fixture
-def log(shared, token):
+def log(shared, shared_token):
     """A function that sends raw requests, and returns their lines of the access log."""
 
     def log(*requests):
@@ -116,7 +116,7 @@ def log(shared, token):
             lines.seek(0, os.SEEK_END)
             for request in requests:
                 head = f"{request}\r\nHost: x\r\nConnection: close\r\n\r\n"
-                head = head.replace("TOKEN", token)
+                head = head.replace("TOKEN", shared_token)
                 with open_connection(shared.port) as client:
                     client.sendall(head.encode())
                     while client.recv(65536):
@@ -126,7 +126,7 @@ def log(shared, token):
     return log
 
 
-def test_access_log_has_a_line_for_each_request(log, token, shared):
+def test_access_log_has_a_line_for_each_request(log, shared, shared_token):
     with closing(store_on(shared.database)) as store:
         caller = f"ann/{store.list_tokens()[-1].id}"
     called = f"GET {PROJECTS}?page=0 HTTP/1.1\r\nX-Request-Id: 7f\r\n"
@@ -154,14 +154,14 @@ def test_path_is_logged_as_it_was_sent(log):
 
 
 @pytest.mark.parametrize("text", ['" 200', "a b", "a\tb", '\\" 200', "%0A", "é"])
-def test_nothing_in_a_path_or_header_forges_a_log_line(log, token, text):
+def test_nothing_in_a_path_or_header_forges_a_log_line(log, shared_token, text):
     lines = log(
         f"GET /{text} HTTP/1.1",
         f"GET / HTTP/1.1\r\nX-Request-Id: {text}",
         f"GET / HTTP/1.1\r\nAuthorization: Bearer {text}TOKEN",
     )
     for line in lines:
-        assert token not in line
+        assert shared_token not in line
         assert re.match(r'"-" "GET /\S*" (30[28]|404) \d+ \d+ ', line)
     assert len(lines) <= 3
 
@@ -190,9 +190,9 @@ def receive(stream):
 @pytest.mark.parametrize("chunked", [False, True], ids=["length", "chunked"])
 @pytest.mark.parametrize("program", ["gunicorn", "test service"])
 def test_unread_body_leaves_the_connection_usable_or_announces_its_end(
-    shared, token, gardening, program, chunked
+    shared, shared_token, gardening, program, chunked
 ):
-    port = shared.port
+    port, token = shared.port, shared_token
     if program == "test service":
         port, token = port_of(gardening.url), gardening.token
     for status, size in [*MIX, (413, 65_537), (413, 100_000), (413, 1_000_000)]:
@@ -209,6 +209,14 @@ def test_unread_body_leaves_the_connection_usable_or_announces_its_end(
                 assert receive(stream)[0] == 200
 
 
+class Timed(NamedTuple):
+    """A call, and when it started after the lock."""
+
+    started: float
+    status: int
+    seconds: float
+
+
 def test_stuck_writer_holds_up_neither_writers_nor_readers_for_long(environment, path):
     """2 processes of 2 threads, 8 writers and 2 readers, and the queue is held."""
 
@@ -216,14 +224,14 @@ def test_stuck_writer_holds_up_neither_writers_nor_readers_for_long(environment,
         with Client(port, token) as client:
             started = time.monotonic()
             status, _ = client.call(method, project_url, body)
-            return started - held, status, time.monotonic() - started
+            return Timed(started - held, status, time.monotonic() - started)
 
     def read(_):
-        found = []
-        while not found or found[-1][0] < 7:
-            found.append(timed("GET"))
+        reads = [timed("GET")]
+        while reads[-1].started < 7:
             time.sleep(0.05)
-        return found
+            reads.append(timed("GET"))
+        return reads
 
     token = token_on(path)
     with (
@@ -238,12 +246,12 @@ def test_stuck_writer_holds_up_neither_writers_nor_readers_for_long(environment,
             readers = [threads.submit(read, number) for number in range(2)]
             writes = list(threads.map(lambda _: timed("PUT", {}), range(8)))
             reads = [each for reader in readers for each in reader.result()]
-        assert {status for _, status, _ in writes} == {503}
-        assert max(taken for _, _, taken in writes) < 6
-        assert {status for _, status, _ in reads} == {200}
-        assert max(taken for _, _, taken in reads) < 4
-        assert max(taken for started, _, taken in reads if started > 5) < 1
-        assert timed("PUT", {})[1] == 200
+        assert {write.status for write in writes} == {503}
+        assert max(write.seconds for write in writes) < 6
+        assert {read.status for read in reads} == {200}
+        assert max(read.seconds for read in reads) < 4
+        assert max(read.seconds for read in reads if read.started > 5) < 1
+        assert timed("PUT", {}).status == 200
 
 
 @pytest.mark.parametrize(

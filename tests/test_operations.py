@@ -182,7 +182,7 @@ def test_first_token_is_one_of_the_service(machine):
 @pytest.mark.parametrize(
     "unit", sorted(DEPLOY.glob("*.service")), ids=attrgetter("name")
 )
-def test_unit_is_hardly_exposed_and_the_data_not_at_all(unit):
+def test_unit_has_few_rights_and_keeps_its_data_to_itself(unit):
     command = ["systemd-analyze", "security", "--offline=true", unit]
     [exposure] = re.findall(r"exposure level for \S+: ([\d.]+)", run(*command).stdout)
     assert float(exposure) < 2
@@ -203,7 +203,7 @@ def test_service_writes_under_its_restrictions(machine, empty_account):
     restrictions += "|Max open files +8192 .*"
     found = machine.paste(f"cd /proc/{main_pid(machine)} && cat status limits")
     assert len(re.findall(f"(?m)^(?:{restrictions})$", found)) == 5
-    stat = "cd /var/lib/gardening && stat --format='%U %a' . *"
+    stat = f"stat --format='%U %a' /var/lib/gardening {DATABASE}*"
     folder, *files = machine.paste(stat).splitlines()
     assert (folder, set(files)) == ("gardening 700", {"gardening 600"})
 
@@ -471,7 +471,7 @@ def test_stop_waits_longer_for_a_request_than_gunicorn_does(machine):
     assert shown == "TimeoutStopUSec=40s\n"
 
 
-def test_health_on_the_page_is_that_of_the_service(machine):
+def test_health_check_of_the_page_notices_a_lost_database(machine):
     script = block("Watch", "health")
     assert json.loads(machine.paste(script)) == {"status": "ok"}
     machine.paste(f"mv {DATABASE} {DATABASE}-moved")
@@ -510,7 +510,7 @@ def test_log_tells_who_sent_a_wrong_token(machine):
     assert re.search(rf"{called} \d+ \d+ [0-9a-f]{{32}}$", logged)
 
 
-def test_prefix_and_origins_are_installed(machine, saved_settings):
+def test_origin_of_the_page_is_allowed_behind_its_prefix(machine, saved_settings):
     for heading in ("A prefix", "Other origins (CORS)"):
         paste_twice(machine, block(heading))
     origin = "https://app.example.org"

@@ -70,7 +70,7 @@ def test_token_revoked_by_command_is_invalid_in_every_worker(environment, token)
         assert statuses() == {401}
 
 
-def test_accepted_request_is_answered_after_term(environment, token):
+def test_accepted_request_gets_its_response_after_sigterm(environment, token):
     with gunicorn(environment) as (process, port):
         body = json.dumps({"name": "Park"}).encode()
         head = f"POST {PROJECTS} HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n"

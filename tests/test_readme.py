@@ -61,7 +61,7 @@ def test_first_calls_and_tokens_print_what_the_readme_says(clone, monkeypatch):
         assert [token.account for token in store.list_tokens()] == ["ann"]
 
 
-def test_version_is_one():
+def test_version_is_the_same_everywhere():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     described = json.loads((ROOT / "openapi.json").read_text())["info"]["version"]
     changes = (ROOT / "CHANGELOG.md").read_text()

@@ -18,11 +18,6 @@ CHROMIUM = shutil.which("chromium-headless-shell") or shutil.which("chromium")
 
 
 @pytest.fixture
-def database(path):
-    return path
-
-
-@pytest.fixture
 def upstream(environment):
     with gunicorn(environment | {"GARDENING_PREFIX": "/garden"}) as (_, port):
         yield port

@@ -316,7 +316,7 @@ NO_ADDRESS = ["x", "h:x", ":-1", "::1:0", "[::1", "127.0.0.1:70000", "a..b:0"]
 @pytest.mark.parametrize(
     "option", ["--port=1", "x", "--bind", *(f"--bind={x}" for x in NO_ADDRESS)]
 )
-def test_wrong_option_is_one_line(option):
+def test_wrong_option_is_refused_in_one_line(option):
     ended = run(*COMMAND, option, status=2, stdin=subprocess.DEVNULL)
     assert ended.stdout == ""
     assert ended.stderr.startswith("gardening-test-service: error: ")

@@ -6,7 +6,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -124,10 +124,8 @@ def start_proxy(
     nginx.certify(folder)
     both = (folder / "certificate.pem").read_text() + (folder / "key.pem").read_text()
     (folder / "both.pem").write_text(both)
-    with ExitStack() as held:
-        holders = [held.enter_context(hold_port()) for _ in range(2)]
-        ports = [holder.getsockname()[1] for holder in holders]
-        plain_port, port = ports
+    with hold_port() as plain, hold_port() as encrypted:
+        ports = plain_port, port = plain.getsockname()[1], encrypted.getsockname()[1]
         given = {"folder": folder, "plain_port": plain_port, "port": port}
         places = {
             old.format(): new.format(**given) for old, new in kind.places.items()
