@@ -13,13 +13,8 @@ import schemas
 # What is described of hello-service, which answers any method: more would only
 # bloat the generated clients.
 GREETED = {"get", "put"}
+ENGINES = ["SQLite"]  # what is shown here, they share
 KEY = API["components"]["parameters"]["IdempotencyKey"]["schema"]
-
-
-@pytest.fixture
-def database(path):
-    """One engine is enough: what is shown here, they share."""
-    return path
 
 
 def test_description_is_served_to_anybody(app):
