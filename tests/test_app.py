@@ -10,13 +10,13 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+from rigs.conformance import HELLO
 from rigs.layouts import lay_out
 from rigs.outside import copy_service
 from rigs.running import BIN, POINT, PROJECTS, run, wait_for
 
 from app import create_app
 
-HELLO = "/api/v1/hello-service"
 MISSING = f"{PROJECTS}/{'0' * 24}"
 ENGINES = ["SQLite"]  # what is shown here, they share
 

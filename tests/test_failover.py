@@ -8,6 +8,7 @@ from statistics import median
 from typing import NamedTuple
 
 import pytest
+from rigs.conformance import HELLO
 from rigs.pgserver import (
     backends,
     execute,
@@ -29,8 +30,6 @@ from rigs.stores import VAIN, fails, lasts, refusal
 
 from engines.base import OutcomeUnknown, Unavailable
 from store import Page
-
-HELLO = "/api/v1/hello-service"
 
 
 @pytest.mark.parametrize("mode", ["fast", "immediate"])
