@@ -1,18 +1,20 @@
 -- Spreads the tables over the nodes of a Citus cluster, by account: see docs/postgresql.md.
--- For psql, once, at the coordinator, as the role that owns the tables.
+-- For psql, at the coordinator, as the role that owns the tables. Run it again after you add a node
+-- or restore a backup: then it only does what its last two statements do.
 \set ON_ERROR_STOP on
 \set QUIET on
-BEGIN;
-SET LOCAL client_min_messages = warning;
+SET client_min_messages = warning;
 DO $$ BEGIN
     IF to_regclass('project') IS NULL THEN
         RAISE 'There are no tables here: run "gardening init-db" first.';
     ELSIF to_regclass('pg_dist_partition') IS NULL THEN
         RAISE 'This database is not on a cluster: run CREATE EXTENSION citus on each node.';
-    ELSIF EXISTS (SELECT FROM pg_dist_partition WHERE logicalrelid = 'project'::regclass) THEN
-        RAISE 'The tables are spread already.';
     END IF;
 END $$;
+SELECT NOT EXISTS (SELECT FROM pg_dist_partition WHERE logicalrelid = 'project'::regclass)
+    AS is_first \gset
+\if :is_first
+BEGIN;
 -- For processes of an older release, which cannot use a cluster.
 DROP TRIGGER IF EXISTS project_insert ON project;
 DROP TRIGGER IF EXISTS project_delete ON project;
@@ -27,6 +29,12 @@ SELECT create_distributed_table('account', 'name'),
 ALTER TABLE part ADD FOREIGN KEY (account, project)
     REFERENCES project (account, id) ON DELETE CASCADE;
 COMMIT;
--- The layout's mark: Citus hands no comment on, and a service may ask any node.
+\endif
+-- The service may ask any node for the layout, which is a comment, and Citus copies no comments.
 SELECT run_command_on_workers(format('COMMENT ON TABLE project IS %L',
-    obj_description('project'::regclass, 'pg_class')))::text AS "Marked on";
+    obj_description('project'::regclass, 'pg_class')))::text AS "Layout";
+-- Each node gives tokens IDs of a range of its own, and goes on after the last one that is there.
+SELECT run_command_on_all_nodes($$
+    SELECT setval('token_id_seq', coalesce(max(id), seqmin), max(id) IS NOT NULL)
+    FROM pg_sequence LEFT JOIN token ON id >= seqmin AND id < seqmin + (1::bigint << 48)
+    WHERE seqrelid = 'token_id_seq'::regclass GROUP BY seqmin$$)::text AS "Token IDs";

@@ -187,7 +187,11 @@ class PostgreSQL(Engine):
         FROM (SELECT seq, {DOCUMENT} AS document FROM project
             WHERE account = :account AND seq > :after
             ORDER BY seq LIMIT :size OFFSET :offset) AS projects"""
-    AFTER_FILLING = ("SELECT setval('token_id_seq', max(id)) FROM token",)
+    # On a cluster, each node has a range of IDs of its own: see deploy/citus.sql.
+    AFTER_FILLING = (
+        """SELECT setval('token_id_seq', max(id)) FROM token, pg_sequence
+        WHERE seqrelid = 'token_id_seq'::regclass AND id BETWEEN seqmin AND seqmax""",
+    )
     PAUSE = 0.5
     ERROR = psycopg.Error
 
@@ -264,7 +268,10 @@ class PostgreSQL(Engine):
             migrations = self.migrations_from(layout, is_empty, creates)
             if migrations:
                 if connection.is_cluster and not connection.is_at_coordinator():
-                    raise Unavailable("connect to the coordinator to change the tables")
+                    hint = "if it has changed them, run citus.sql there again"
+                    raise Unavailable(
+                        f"connect to the coordinator to change the tables; {hint}"
+                    )
                 connection.extend(COMMAND_TIMEOUT)
                 mark = f"COMMENT ON TABLE project IS '{MARK}{tables.LAYOUT}'"
                 connection.execute(";".join([*migrations, mark]))
