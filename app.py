@@ -37,7 +37,7 @@ def create_app(config: Mapping[str, Any] | None = None) -> Flask:
     """Build the service; `config` overrides FLASK_DATABASE.
 
     It opens no file, except under `flask run`, which creates the database. Raises
-    click.ClickException for a setting that names none, which `flask` says in one line.
+    click.ClickException if the setting names no database; `flask` prints that as one line.
     """
     app = Flask(__name__, static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = MAX_CONTENT_LENGTH

@@ -48,10 +48,11 @@ def post_worker_init(worker: Any) -> None:
 
 
 def pre_request(worker: Worker, request: Any) -> None:
-    """For the log, add the path as it was sent: gunicorn has it decoded, or with its query.
+    """Prepare a request for the log and the application.
 
-    Take the prefix off an address that has it; all others respond without it, too. Announce
-    a close where gunicorn would take an unread body for the next request.
+    For the log, add the path as it was sent; gunicorn has it only decoded, or with the query.
+    Take the prefix off an address that has it. Announce a close where gunicorn would take an
+    unread body for the next request.
     """
     headers = dict(request.headers)
     if PATH_PREFIX and request.path.startswith(f"/{PATH_PREFIX}/"):

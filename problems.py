@@ -16,7 +16,7 @@ from store import KeyReused, KeySpent, NotFound, Stale
 
 RETRY_AFTER = 5  # seconds; deploy/nginx.conf says the same
 RETRY = {"Retry-After": str(RETRY_AFTER)}
-# RFC 9110's phrases, where an older Python has older ones.
+# The phrases of RFC 9110, for Pythons that still have older ones.
 TITLES = {413: "Content Too Large", 422: "Unprocessable Content"}
 DETAILS = {  # in place of Werkzeug's
     404: "There is no such path.",
@@ -30,7 +30,7 @@ class Answer(NamedTuple):
 
     status: int
     detail: str
-    # A type only where programs must tell two errors apart. Every 422 has `errors`.
+    # `type` only where a program must tell apart errors of one status. Every 422 has `errors`.
     members: Mapping[str, object] = {}
     headers: Mapping[str, str] = {}
 

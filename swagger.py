@@ -12,7 +12,7 @@ POLICY = (  # Content Security Policy, level 3
     "object-src 'none'; base-uri 'none'; frame-ancestors 'none'"
 )
 # All paths are relative, so that the page also works below a prefix.
-PAGE = """<!DOCTYPE html>
+HTML = """<!DOCTYPE html>
 <html lang="en">
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -39,7 +39,7 @@ def add_to(app: Flask, title: str) -> None:
     app.extensions["docs"] = "/docs/"
     files = Path(flask_swagger_ui.__file__).with_name("dist")
     docs = Blueprint("docs", __name__, static_folder=files, static_url_path="/files")
-    docs.add_url_rule("/", "page", lambda: PAGE.format(title=title))
+    docs.add_url_rule("/", "page", lambda: HTML.format(title=title))
     docs.add_url_rule(
         "/start.js", "start", lambda: Response(START, mimetype="text/javascript")
     )

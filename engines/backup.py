@@ -35,18 +35,18 @@ def backup(engine: Engine, path: str, progress: Progress = silent) -> None:
     Raises Unavailable.
     """
     try:
-        with new_file(path) as unnamed:
+        with new_file(path) as partial:
             if isinstance(engine, SQLite):
-                engine.save(unnamed)
+                engine.save(partial)
             else:
-                # By way of another file, since an engine leaves a -lock beside its own.
+                # Into another file first, since SQLite's engine leaves a -lock beside its file.
                 with (
-                    scratch(os.path.dirname(unnamed)) as folder,
+                    scratch(os.path.dirname(partial)) as folder,
                     closing(SQLite(f"{folder}/copy")) as copy,
                 ):
                     copy.create_database()
                     copy_rows(engine, copy, progress)
-                    copy.save(unnamed)
+                    copy.save(partial)
     except OSError as error:
         raise Unavailable(f"{error.strerror}: {path}") from error
     except Unavailable as error:
@@ -107,7 +107,7 @@ def copy_file(path: str, to: str) -> None:
         [(found,)] = copy.execute("PRAGMA integrity_check(1)")
         if found != "ok":
             raise BadBackup(f"the backup is damaged, {found}")
-        # An upgrade would run the file's triggers. The copy is only read, and needs none.
+        # A migration would run the file's triggers. The copy, which is only read, needs none.
         runnable = """SELECT type, replace(name, '"', '""') FROM sqlite_schema
             WHERE type IN ('trigger', 'view')"""
         for kind, name in copy.execute(runnable).fetchall():
@@ -117,26 +117,26 @@ def copy_file(path: str, to: str) -> None:
 def copy_rows(source: Engine, target: Engine, progress: Progress) -> None:
     """Copy the rows of every table, in one transaction on each side.
 
-    What is counted, is counted anew. The lists get new ETags, since something
+    Counters are counted anew, not copied. The lists get new ETags, since something
     other than the service may have written to the source.
     """
-    # An error of either engine passes through both; of two kinds, each recognizes its own.
+    # An error passes through both engines. Each one recognizes only its own.
     with (
-        Session(source, source.readers) as rows,
-        target.transaction(COMMAND_TIMEOUT) as filled,
+        Session(source, writes=False) as reader,
+        target.transaction(COMMAND_TIMEOUT) as writer,
     ):
-        rows.begin_snapshot()
+        reader.begin_snapshot()
         for table in tables.COLUMNS:
-            if filled.fetch(f"SELECT 1 FROM {table} LIMIT 1", {}):
+            if writer.fetch(f"SELECT 1 FROM {table} LIMIT 1", {}):
                 raise Unavailable("the database to fill is not empty")
         for table, columns in tables.COLUMNS.items():
-            filled.fetch(f"DELETE FROM {table}", {})  # what triggers have written
-            [(count,)] = rows.fetch(f"SELECT count(*) FROM {table}", {})
+            writer.fetch(f"DELETE FROM {table}", {})  # what triggers have written
+            [(count,)] = reader.fetch(f"SELECT count(*) FROM {table}", {})
             select = f"SELECT {', '.join(columns)} FROM {table}"
             show = progress if table == "project" else silent  # the others are short
             # Closed before its connection, also after a row that was refused.
-            with closing(show(rows.stream(select), count)) as shown:
-                filled.insert(table, columns, shown)
+            with closing(show(reader.stream(select), count)) as shown:
+                writer.insert(table, columns, shown)
         for sql in (*target.AFTER_FILLING, *statements.RECOUNT):
-            filled.fetch(sql, {"revision": secrets.token_hex(8)})
-        rows.commit()
+            writer.fetch(sql, {"revision": secrets.token_hex(8)})
+        reader.commit()

@@ -20,9 +20,8 @@ from engines.tables import LAYOUT
 Parameters = dict[str, Any]  # of a statement, by name
 Rows = list[Any]
 COMMAND_TIMEOUT = 3600  # seconds that a command may take; a request gets far fewer
-TRIAL_TIMEOUT = (
-    5.0  # seconds after which another caller may try, even if a trial has not ended
-)
+# Seconds after which another caller may try, even if the first one is still trying.
+TRIAL_TIMEOUT = 5.0
 
 
 class Unavailable(Exception):
@@ -126,7 +125,7 @@ class Engine(ABC):
 
     def __init__(self) -> None:
         self.idle: dict[int, list[Connection]] = defaultdict(list)
-        self.readers, self.writers = Breaker(self.PAUSE), Breaker(self.PAUSE)
+        self.read_breaker, self.write_breaker = Breaker(self.PAUSE), Breaker(self.PAUSE)
         weakref.finalize(self, close_idle, self.idle)  # at the latest as Python exits
 
     @abstractmethod
@@ -148,7 +147,7 @@ class Engine(ABC):
 
     @abstractmethod
     def waited_in_vain(self, error: BaseException) -> bool:
-        """Whether the caller waited until a limit, so that others should not try now."""
+        """Whether the error is a timeout, after which others should not try yet."""
 
     def write_lock(self) -> AbstractContextManager[None]:
         """What a writer holds while it writes. By default, nothing."""
@@ -157,11 +156,12 @@ class Engine(ABC):
     def create_database(self) -> None:
         """Create the database, unless there is one. Raises Unavailable.
 
-        Only `flask run`, `init-db` (which gunicorn's start runs), `token create` and
-        `restore` call this. A backup or a worker must not: an empty database in the place
-        of a lost one would hide the loss.
+        For the service's database, only `flask run`, `init-db` (which gunicorn's start
+        runs), `token create` and `restore` call this. In any other command, or in a worker,
+        an empty database in the place of a lost one would hide the loss.
         """
-        self.idle[os.getpid()].append(self.open_connection(self.writers, creates=True))
+        connection = self.open_connection(self.write_breaker, creates=True)
+        self.idle[os.getpid()].append(connection)
 
     def check(self) -> None:
         """Raises Unavailable if the database cannot be read now."""
@@ -169,12 +169,12 @@ class Engine(ABC):
 
     def read(self, sql: str, parameters: Parameters) -> Rows:
         """Run a statement and return all its rows. Raises Unavailable."""
-        with Session(self, self.readers) as connection:
+        with Session(self, writes=False) as connection:
             return connection.fetch(sql, parameters)
 
     def write(self, sql: str, parameters: Parameters) -> Rows:
         """Run a statement that writes. Raises Unavailable, OutcomeUnknown."""
-        with Session(self, self.writers) as connection, self.write_lock():
+        with Session(self, writes=True) as connection, self.write_lock():
             return connection.write(sql, parameters)
 
     @contextmanager
@@ -183,7 +183,7 @@ class Engine(ABC):
 
         It may take this many seconds; by default, as long as a request may.
         """
-        with Session(self, self.writers) as connection, self.write_lock():
+        with Session(self, writes=True) as connection, self.write_lock():
             connection.begin(seconds)
             yield connection
             connection.commit()
@@ -210,7 +210,7 @@ class Engine(ABC):
         if self.waited_in_vain(error):
             breaker.open()
         else:
-            breaker.close()
+            breaker.close()  # what fails at once keeps nobody waiting
         if outage := self.outage(error, may_have_committed):
             raise outage from error
 
@@ -256,8 +256,9 @@ class Session:
     It is a class because a generator would make a read a tenth slower.
     """
 
-    def __init__(self, engine: Engine, breaker: Breaker) -> None:
-        self._engine, self._breaker = engine, breaker
+    def __init__(self, engine: Engine, writes: bool) -> None:
+        self._engine, self._writes = engine, writes
+        self._breaker = engine.write_breaker if writes else engine.read_breaker
 
     def __enter__(self) -> Connection:
         engine, breaker = self._engine, self._breaker
@@ -279,5 +280,5 @@ class Session:
             engine.idle[os.getpid()].append(connection)
             return
         connection.close()
-        writes = self._breaker is engine.writers
-        engine.on_error(error, self._breaker, writes and connection.may_have_committed)
+        may_have_committed = self._writes and connection.may_have_committed
+        engine.on_error(error, self._breaker, may_have_committed)

@@ -24,31 +24,29 @@ def new_file(path: str) -> Iterator[str]:
     Only its owner can read it. Raises OSError; FileExistsError if the name is taken.
     """
     folder = os.path.dirname(os.path.abspath(path))
-    file, unnamed = tempfile.mkstemp(".partial", "gardening-", folder)
+    file, partial = tempfile.mkstemp(".partial", "gardening-", folder)
     os.close(file)
     try:
         if os.geteuid() == 0:  # as `flask token` may run: the service's user owns it
             owner = os.stat(folder)
-            os.chown(unnamed, owner.st_uid, owner.st_gid)
-        yield unnamed
-        sync(unnamed)
-        give_name(unnamed, path)
+            os.chown(partial, owner.st_uid, owner.st_gid)
+        yield partial
+        sync(partial)
+        give_name(partial, path)
         sync(folder)
     finally:
         with suppress(FileNotFoundError):
-            os.unlink(unnamed)
+            os.unlink(partial)
 
 
-def give_name(unnamed: str, path: str) -> None:
+def give_name(partial: str, path: str) -> None:
     """Raises FileExistsError rather than replace a file."""
     try:
-        os.link(unnamed, path)
-    except FileExistsError:
-        raise
+        os.link(partial, path)
     except OSError:  # a file system without links, such as that of a USB stick
         if os.path.lexists(path):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from None
-        os.rename(unnamed, path)
+        os.rename(partial, path)
 
 
 def sync(path: str) -> None:
@@ -64,7 +62,7 @@ class DatabaseFile:
 
     SQLite would go on with a file that was removed or replaced, and what it wrote there would
     be lost. Closing a file drops every POSIX lock that the process has on it, SQLite's too. So
-    nothing here opens a database that has its name.
+    this class never opens a database: it asks os.stat.
     """
 
     def __init__(self, path: str, makes_folder: bool) -> None:
@@ -77,8 +75,8 @@ class DatabaseFile:
     def create(self) -> None:
         """Create a file that is missing and was never seen. Raises OSError, Unavailable."""
         wal = f"{self._target}-wal"
-        # Asked before the name, since another process that creates the database now creates its
-        # -wal later.
+        # Asked first, since another process that creates the database now makes the file before
+        # its -wal.
         has_wal = os.path.exists(wal)
         if self._id or os.path.exists(self.path):
             return

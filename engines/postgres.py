@@ -58,9 +58,10 @@ def translate(ddl: str) -> str:
 
 
 # Release 2.1.0 counts an account's Projects by triggers, and its processes may write beside
-# ours until they end. So a database that has the triggers keeps them. In our sessions, whose
-# statements count for themselves, they do nothing: see gardening.counts in SETTINGS. The
-# function of 2.1.0 does not ask, so layout 4 replaces it.
+# ours until they end. So a database that is older than layout 4 keeps the triggers, and a new
+# one has none. Our statements count for themselves, and in our sessions the triggers do
+# nothing: see gardening.counts in SETTINGS. The function of 2.1.0 does not look at that
+# setting, so layout 4 replaces it.
 COUNT_FOR_OTHERS = """
 CREATE OR REPLACE FUNCTION count_projects() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
     IF current_setting('gardening.counts', true) = 'itself' THEN RETURN NULL; END IF;
@@ -157,7 +158,8 @@ class PostgreSQL(Engine):
     GET = f"SELECT {PROJECT} FROM project WHERE id = :id AND account = :account"
     # Every writer, DELETE_ACCOUNT too, locks the row of the account before any Project. So an
     # account's revisions are in the order of the commits, and no two writers can deadlock.
-    # (CLAIM_KEY comes before, but a writer who goes on after it holds a row that is new.)
+    # CLAIM_KEY locks a key before. But only a writer whose key is new goes on to the account,
+    # and nobody else can see that row yet.
     CREATE = f"""WITH counted AS ({COUNT_ONE_MORE} RETURNING name, created)
         {INSERT_FROM} counted RETURNING {PROJECT}"""
     # On a cluster, CREATE would be a two-phase commit on every node. So `Connection.fetch`
@@ -244,13 +246,10 @@ class PostgreSQL(Engine):
     ) -> Unavailable | None:
         state = getattr(error, "sqlstate", None) or ""
         if is_lost(error):
-            if (
-                not state
-            ):  # otherwise, a node of the cluster was lost, and not this server
+            if not state:  # with one, it is a node of the cluster that was lost
                 self.close()
-            return (OutcomeUnknown if may_have_committed else Unavailable)(
-                one_line(error)
-            )
+            kind = OutcomeUnknown if may_have_committed else Unavailable
+            return kind(one_line(error))
         return Unavailable(one_line(error)) if state.startswith(OUTAGES) else None
 
     def _migrate(self, connection: "Connection", creates: bool) -> None:
@@ -361,9 +360,7 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         # Once connected, psycopg waits for the server here, by default without a limit.
         left = max(0.0, self.deadline - time.monotonic())
-        kwargs["timeout"] = min(
-            left, COMMAND_TIMEOUT
-        )  # psycopg cannot take an infinite timeout
+        kwargs["timeout"] = min(left, COMMAND_TIMEOUT)  # psycopg takes no infinity
         try:
             return super().wait(*args, **kwargs)
         except psycopg.OperationalError as error:

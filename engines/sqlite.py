@@ -127,7 +127,7 @@ class SQLite(Engine):
     def __init__(self, path: str, makes_folder: bool = False) -> None:
         """On the file at `path`; `:memory:` is a private database, which has its tables.
 
-        With `makes_folder`, `create` also makes the folder of a new file.
+        With `makes_folder`, `create_database` also makes the folder of a new file.
         """
         super().__init__()
         self._queue = threading.Lock()  # in which the writers of this process wait
@@ -183,13 +183,14 @@ class SQLite(Engine):
 
     def _migrate(self, connection: "Connection", creates: bool) -> None:
         """Create the tables or bring them up to date; leave alone what is not ours."""
-        # The first question needs no lock, and mostly answers itself. "delete" is the mode of
-        # a new file and of a backup.
+        # Usually there is nothing to do, and to find that out takes no lock. A new file and a
+        # backup are in the mode "delete".
         [(mode,)] = connection.fetch("PRAGMA journal_mode", {})
         if self._migrations(connection, creates) or mode == "delete":
-            with self.write_lock():  # another process may have migrated meanwhile
+            with self.write_lock():
                 connection.execute("PRAGMA journal_mode = WAL")
                 mark = f"PRAGMA user_version = {tables.LAYOUT}"
+                # Asked again, since another process may have migrated meanwhile.
                 migrations = self._migrations(connection, creates)
                 script = ["BEGIN IMMEDIATE", *migrations, mark, "COMMIT"]
                 connection.executescript(";".join(script))
@@ -225,7 +226,7 @@ class SQLite(Engine):
                 yield
         finally:
             self._queue.release()
-        if self._file:
+        if self._file:  # what was written may be in a file that has lost its name
             self._file.check_identity(OutcomeUnknown)
 
     def save(self, path: str) -> None:
@@ -250,7 +251,7 @@ class SQLite(Engine):
         name = getattr(error, "sqlite_errorname", "")
         if not OUTAGE.match(name):
             return None
-        # After a crash, SQLite may find a commit that could not be synced.
+        # After a crash, SQLite may still find a commit that could not be synced.
         is_unknown = may_have_committed and name.startswith("SQLITE_IOERR")
         return (OutcomeUnknown if is_unknown else Unavailable)(f"{error}: {self._name}")
 

@@ -1,6 +1,6 @@
 """The members of a Project, and the tables that keep them.
 
-Every key and every constraint holds the account, so that a cluster of PostgreSQL servers
+Every key and every constraint includes the account, so that a cluster of PostgreSQL servers
 can keep each account on one of them. The tables are written with SQLite's types.
 """
 # Tested in tests/test_layouts.py.
@@ -42,7 +42,7 @@ CREATE TABLE idempotency_key (                      -- stays when its Project is
 """
 COMMON_TABLES = f"""
 -- Every change of a Project writes its account: by triggers on SQLite, and on PostgreSQL by
--- the statements of the change. A restore counts anew, and so do migrations to 2 and 3.
+-- the statements of the change. A restore counts anew, and so do the first migrations.
 CREATE TABLE account (
     name        TEXT    PRIMARY KEY,
     -- Validates the account's lists. It is random, since a counter would return to

@@ -5,8 +5,8 @@ a new account. POST /test/tokens issues more, for example with the body
 {"account": "ann", "expired": false, "fail": ["lost", "429"]}; every member is optional.
 GET /test/tokens/TOKEN shows what is left of its plan; DELETE revokes the token.
 
-Ends with its input, or on SIGTERM or SIGINT; an input that is not a pipe, a socket or a
-terminal, such as /dev/null, never ends it.
+Ends when its standard input closes, or on SIGTERM or SIGINT. An input that is not a pipe, a
+socket or a terminal, such as /dev/null, never ends it.
 """
 # Tested in tests/test_testservice.py.
 
@@ -30,7 +30,7 @@ def main() -> None:
     try:
         listener = listen(bind)
     except (OSError, ValueError) as error:
-        parser.error(f"{bind} is no HOST:PORT, or [HOST]:PORT, to listen on: {error}")
+        parser.error(f"cannot listen on {bind} (HOST:PORT or [HOST]:PORT): {error}")
     for name in [name for name in os.environ if name.startswith(IGNORED_PREFIXES)]:
         del os.environ[name]
     # Not before: gunicorn and Flask read the environment as they are imported.

@@ -106,7 +106,7 @@ def gardening_service() -> Iterator[Service]:
     # standard error, which pytest shows with the test that failed.
     with Popen(words, cwd=folder, stdin=PIPE, stdout=PIPE, process_group=0) as command:
         assert command.stdout
-        limit = Timer(LIMIT, command.kill)  # which ends the line
+        limit = Timer(LIMIT, command.kill)  # so that readline returns
         limit.start()
         try:
             ready = command.stdout.readline()
