@@ -56,7 +56,7 @@ def test_lost_connection_takes_the_idle_ones_along(fragile, create_store_on):
     """Else each of them would be tried for 5 s, and leave a write in doubt."""
     database = fragile.database_url("postgres")
     store = create_store_on(database)
-    at_once(lambda _: store.create_project("ann", {}), 4)
+    at_once(lambda _: store.engine.read("SELECT pg_sleep(0.5)", {}), 4)
     assert len(backends(database)) > 1
     with silence(fragile, database):
         with fails(OutcomeUnknown):

@@ -74,6 +74,7 @@ KINDS = {
         """
         {{
             admin off
+            skip_install_trust  # or this machine would trust an authority of the test's
             grace_period 1s
             http_port {plain_port}
             https_port {port}
