@@ -381,7 +381,7 @@ def backup_of_park(machine, empty_account):
 
 
 IS_RESTORING = "[ -e /var/lib/gardening/restored/gardening.db ]"
-IS_CHANGING = "systemctl --quiet is-active gardening-restore"
+IS_CHANGING = "systemctl --quiet is-active 'gardening-restore-*'"
 IN_BACKGROUND = """
 setsid gardening-restore {} >/tmp/printed 2>&1 &
 until {}; do kill -0 $!; done
@@ -389,16 +389,20 @@ until {}; do kill -0 $!; done
 
 
 @pytest.mark.parametrize(
-    ("moment", "found"),
-    [(IS_RESTORING, ["Park", "Wood"]), (IS_CHANGING, ["Park"])],
+    ("moment", "found", "told"),
+    [
+        (IS_RESTORING, ["Park", "Wood"], ""),
+        (IS_CHANGING, ["Park"], "Another gardening-restore is running.\n"),
+    ],
     ids=["restoring", "changing"],
 )
 def test_restore_that_is_cut_off_leaves_all_or_nothing_of_it(
-    machine, empty_account, backup_of_park, moment, found
+    machine, empty_account, backup_of_park, moment, found, told
 ):
     """With all processes that it has started, as by a closed terminal."""
     start = "set -e" + IN_BACKGROUND.format(backup_of_park, moment)
-    machine.paste(f"{start} kill -KILL -- -$!; wait $! || true")
+    again = f"{IS_CHANGING} && gardening-restore {backup_of_park} 2>&1 || true"
+    assert told in machine.paste(f"{start} kill -KILL -- -$!; wait $! || {again}")
     machine.paste(f"while {IS_CHANGING}; do sleep 0.1; done")
     assert machine.paste("systemctl is-active gardening") == "active\n"
     assert names(machine, empty_account) == found
