@@ -28,8 +28,8 @@ forwarder_headers = ""
 worker_tmp_dir = "/dev/shm" if os.path.isdir("/dev/shm") else None
 control_socket_disable = True  # there is one per user, so two instances would clash
 accesslog = "-"
-# Account and token, method and path, status, bytes, microseconds, request id: no token and
-# no query. The id is last, since a client may write anything into it.
+# Account and token ID, method and path, status, bytes, microseconds, request ID: no token and
+# no query. The request ID is last, since a client may write anything into it.
 access_log_format = '"%({remote_user}e)s" "%(m)s %({sent-path}i)s" %(s)s %(B)s %(D)s %({x-request-id}i)s'
 
 

@@ -20,7 +20,7 @@ import schemas
 from store import Page, Precondition
 
 MAX_BODY = 64 * 1024  # bytes; the longest texts, all of them escaped, take 13 KB
-# At this length, Werkzeug silently truncates a chunked body. The extra byte shows it.
+# Werkzeug silently cuts a chunked body off here. With one byte more, read_body notices.
 MAX_CONTENT_LENGTH = MAX_BODY + 1
 
 

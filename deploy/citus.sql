@@ -15,7 +15,7 @@ SELECT NOT EXISTS (SELECT FROM pg_dist_partition WHERE logicalrelid = 'project':
     AS is_first \gset
 \if :is_first
 BEGIN;
--- For processes of an older release, which cannot use a cluster.
+-- These served processes of an older release, which cannot use a cluster.
 DROP TRIGGER IF EXISTS project_insert ON project;
 DROP TRIGGER IF EXISTS project_delete ON project;
 DROP FUNCTION IF EXISTS count_projects();

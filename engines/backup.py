@@ -64,21 +64,18 @@ def restore(engine: Engine, path: str, progress: Progress = silent) -> None:
             closing(SQLite(f"{folder}/copy")) as copy,
         ):
             copy_file(path, f"{folder}/copy")
-            engine.create_database()  # not before, since a bad file must create nothing
+            engine.create_database()  # only now: what is no backup creates nothing
             copy_rows(copy, engine, progress)
     except OSError as error:
         raise Unavailable(f"{error.strerror}: {error.filename}") from error
-    except UnicodeDecodeError as error:  # SQLite has quoted what it could not read
+    except UnicodeDecodeError as error:  # SQLite's message quotes what is no UTF-8
         raise BadBackup(f"the backup is damaged: {path}") from error
     except (BadBackup, sqlite3.Error, engine.ERROR) as error:
         raise BadBackup(f"{' '.join(str(error).split())}: {path}") from error
 
 
 def scratch(folder: str | None) -> TemporaryDirectory[str]:
-    """A temporary folder for a copy: in this one, beside the data, where there is room.
-
-    It is in TMPDIR if there is no such folder.
-    """
+    """A temporary folder for a copy: in this folder, which has room for the data, or in TMPDIR."""
     place = folder if folder and os.path.isdir(folder) else None
     return TemporaryDirectory(".partial", "gardening-", place)
 
@@ -117,10 +114,10 @@ def copy_file(path: str, to: str) -> None:
 def copy_rows(source: Engine, target: Engine, progress: Progress) -> None:
     """Copy the rows of every table, in one transaction on each side.
 
-    Counters are counted anew, not copied. The lists get new ETags, since something
+    The Projects of each account are counted anew. The lists get new ETags, since something
     other than the service may have written to the source.
     """
-    # An error passes through both engines. Each one recognizes only its own.
+    # An error passes through both engines. Each one recognizes only those of its driver.
     with (
         Session(source, writes=False) as reader,
         target.transaction(COMMAND_TIMEOUT) as writer,
@@ -130,7 +127,8 @@ def copy_rows(source: Engine, target: Engine, progress: Progress) -> None:
             if writer.fetch(f"SELECT 1 FROM {table} LIMIT 1", {}):
                 raise Unavailable("the database to fill is not empty")
         for table, columns in tables.COLUMNS.items():
-            writer.fetch(f"DELETE FROM {table}", {})  # what triggers have written
+            # Only triggers can have written any, to `account`.
+            writer.fetch(f"DELETE FROM {table}", {})
             [(count,)] = reader.fetch(f"SELECT count(*) FROM {table}", {})
             select = f"SELECT {', '.join(columns)} FROM {table}"
             show = progress if table == "project" else silent  # the others are short

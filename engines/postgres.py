@@ -159,7 +159,7 @@ class PostgreSQL(Engine):
     # Every writer, DELETE_ACCOUNT too, locks the row of the account before any Project. So an
     # account's revisions are in the order of the commits, and no two writers can deadlock.
     # CLAIM_KEY locks a key before. But only a writer whose key is new goes on to the account,
-    # and nobody else can see that row yet.
+    # and nobody else can see the row of a new key yet.
     CREATE = f"""WITH counted AS ({COUNT_ONE_MORE} RETURNING name, created)
         {INSERT_FROM} counted RETURNING {PROJECT}"""
     # On a cluster, CREATE would be a two-phase commit on every node. So `Connection.fetch`
@@ -169,8 +169,9 @@ class PostgreSQL(Engine):
         f"{INSERT_FROM} account WHERE name = :account RETURNING {PROJECT}",
     )
     # MAY_MATCH is tested first, so that a change that cannot match locks nothing. MATCHES is
-    # tested again under the lock, since the Project may have changed meanwhile. If only the
-    # second test fails, the account's lists get a new revision for nothing.
+    # tested again under the lock, since the Project may have changed meanwhile: at the level
+    # READ COMMITTED, PostgreSQL looks at the newest version of a row that it had to wait for.
+    # If only the second test fails, the account's lists get a new revision for nothing.
     UPDATE = f"""WITH revised AS (UPDATE account SET revision = :revision
             WHERE {MAY_MATCH} RETURNING revision),
         changed AS (UPDATE project
@@ -246,8 +247,8 @@ class PostgreSQL(Engine):
     ) -> Unavailable | None:
         state = getattr(error, "sqlstate", None) or ""
         if is_lost(error):
-            if not state:  # with one, it is a node of the cluster that was lost
-                self.close()
+            if not state:  # with one, it is another node of the cluster that was lost
+                self.close()  # the idle connections are to the same server
             kind = OutcomeUnknown if may_have_committed else Unavailable
             return kind(one_line(error))
         return Unavailable(one_line(error)) if state.startswith(OUTAGES) else None

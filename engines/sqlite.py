@@ -43,8 +43,8 @@ TABLES = f"""
 {TRIGGERS}
 PRAGMA application_id = {tables.APPLICATION_ID};
 """
-# A migration must not change once it was released: before you change KEY_TABLE, COUNT_* or
-# TRIGGERS, write out here what they were.
+# A migration must not change once it was released. Before you change KEY_TABLE, COUNT_* or
+# TRIGGERS, write out here, and in engines/postgres.py, what they were.
 TO_LAYOUT_2 = f"""
 ALTER TABLE account ADD COLUMN created INTEGER NOT NULL DEFAULT 0;
 {tables.COUNT_CREATED};

@@ -19,7 +19,7 @@ RECOUNT = (
 
 CHECK = "SELECT id FROM token LIMIT 1"
 REVISION = "SELECT revision FROM account WHERE name = :account"
-# Claims the key for a new Project, unless it is taken, and returns who has it. The update
+# Claims the key for a new Project, unless it is taken; returns which Project has it. The update
 # changes nothing, but makes the statement return the row and lock it until the transaction
 # ends.
 CLAIM_KEY = """INSERT INTO idempotency_key (account, key, digest, project)

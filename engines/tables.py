@@ -31,6 +31,7 @@ COLUMNS = {
 }
 APPLICATION_ID = 0x67617264  # "gard": the database is ours
 LAYOUT = 4  # of the tables
+# Released migrations use KEY_TABLE and COUNT_*: see engines/sqlite.py before you change one.
 KEY_TABLE = """
 CREATE TABLE idempotency_key (                      -- stays when its Project is deleted
     account     TEXT    NOT NULL,
@@ -42,7 +43,7 @@ CREATE TABLE idempotency_key (                      -- stays when its Project is
 """
 COMMON_TABLES = f"""
 -- Every change of a Project writes its account: by triggers on SQLite, and on PostgreSQL by
--- the statements of the change. A restore counts anew, and so do the first migrations.
+-- the statements of the change. A restore and the first migrations count Projects anew.
 CREATE TABLE account (
     name        TEXT    PRIMARY KEY,
     -- Validates the account's lists. It is random, since a counter would return to

@@ -33,7 +33,7 @@ class Failure(NamedTuple):
     """What happens to a request, in this order; by default, it is served normally."""
 
     seconds: int = 0  # to wait first
-    is_served: bool = False  # the service does its work, and nobody sees the response
+    is_served: bool = False  # the service does its work before the failure
     is_closed: bool = False  # the connection closes without a response
     status: int = 0  # of the proxy's response
     retry_after: int = RETRY_AFTER

@@ -59,7 +59,7 @@ class Server(BaseApplication):
         return FailingService()
 
     def take_signals(self, arbiter: Any) -> None:
-        """In the master: none of them reloads the service, or starts a second worker."""
+        """In the master: let no signal reload the service, or start a second worker."""
 
         def end(*_: object) -> None:
             arbiter.kill_workers(signal.SIGKILL)
