@@ -43,7 +43,7 @@ def give_name(partial: str, path: str) -> None:
     """Raises FileExistsError rather than replace a file."""
     try:
         os.link(partial, path)
-    except OSError:  # a file system without links, such as that of a USB stick
+    except OSError:  # the name is taken, or the file system knows no links: a USB stick
         if os.path.lexists(path):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from None
         os.rename(partial, path)

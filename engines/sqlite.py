@@ -148,7 +148,7 @@ class SQLite(Engine):
             self._uri = f"{Path(self._file.path).as_uri()}?mode=rw"
 
     def connect(self, creates: bool) -> "Connection":
-        """A new connection. Raises Unavailable, also in a child of the process that opened the file.
+        """A new connection. Raises Unavailable, also if a parent process has opened the file.
 
         A forked child inherits SQLite's table of its locks, but not the locks themselves.
         """
@@ -211,7 +211,7 @@ class SQLite(Engine):
 
     @contextmanager
     def write_lock(self) -> Iterator[None]:
-        """Writers of one process queue. The first one waits for the lock that all processes share.
+        """Writers of a process queue, and the first waits for the lock that all processes share.
 
         SQLite's own lock would starve writers: the longer one has waited, the less often it
         asks again. Raises TimeoutError.
