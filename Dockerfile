@@ -20,14 +20,14 @@ COPY requirements.txt .
 RUN python3 -m venv --without-pip .venv \
     && pip --python .venv/bin/python install --no-cache-dir \
         --requirement requirements.txt "psycopg[binary]==3.3.9" \
-    && printf '#!/bin/sh\ncd /opt/gardening && exec python -E -m testing.service "$@"\n' \
+    && printf '#!/bin/sh\ncd /opt/gardening && exec python -E -m testservice "$@"\n' \
         > .venv/bin/gardening-test-service \
     && chmod 755 .venv/bin/gardening-test-service
 
 COPY --chmod=644 *.py openapi.json ./
 COPY --chmod=644 engines/*.py engines/
-COPY --chmod=644 testing/*.py testing/
+COPY --chmod=644 testservice/*.py testservice/
 # Check that the service loads, and compile it now: its user cannot write bytecode.
-RUN gunicorn --check-config && python -m compileall -q *.py engines testing
+RUN gunicorn --check-config && python -m compileall -q *.py engines testservice
 # By number: Kubernetes cannot tell whether a name is root.
 USER 10001

@@ -20,8 +20,8 @@ from auth import current_store, token_required
 from engines import engine_on
 from reading import (
     MAX_CONTENT_LENGTH,
+    read_fields,
     read_key,
-    read_members,
     read_page,
     read_precondition,
 )
@@ -93,7 +93,7 @@ def get_description() -> Response:
 @token_required
 def create_project(account: str) -> Response:
     """Create a Project; `{}` will do."""
-    project = current_store().create_project(account, read_members(), read_key())
+    project = current_store().create_project(account, read_fields(), read_key())
     location = url_for(".get_project", id=project.id)
     headers = {"Location": location, "ETag": quote_etag(project.etag)}
     return Response(project.document, 201, headers, content_type="application/json")
@@ -128,10 +128,10 @@ def get_project(account: str, id: str) -> Response:
 @api.put("/api/v1/gardening/projects/<id>")
 @token_required
 def update_project(account: str, id: str) -> Response:
-    """Change the given members, and only those."""
-    members = read_members()
+    """Change the given fields, and only those."""
+    fields = read_fields()
     condition = read_precondition()
-    project = current_store().update_project(account, id, members, condition)
+    project = current_store().update_project(account, id, fields, condition)
     # With an ETag, a client could take what it sent for what is stored: a PUT may have
     # one only if the two are the same (RFC 9110 9.3.4), and this one merges.
     return Response(project.document, content_type="application/json")

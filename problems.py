@@ -31,7 +31,7 @@ class Answer(NamedTuple):
     status: int
     detail: str
     # `type` only where a program must tell apart errors of one status. Every 422 has `errors`.
-    members: Mapping[str, object] = {}
+    extensions: Mapping[str, object] = {}
     headers: Mapping[str, str] = {}
 
 
@@ -43,7 +43,7 @@ STORE_ERRORS = {
     ),
     KeyReused: Answer(
         422,
-        "This Idempotency-Key was used with other members.",
+        "This Idempotency-Key was used with other fields.",
         {"type": "urn:gardening:key-reused", "errors": {}},
     ),
     KeySpent: Answer(
@@ -79,7 +79,7 @@ def on_http_error(error: HTTPException) -> Response:
 
 
 def on_invalid(error: ValidationError) -> Response:
-    detail = "Correct the members or parameters that `errors` names."
+    detail = "Some fields or parameters are invalid; see `errors`."
     return problem(422, detail, {"errors": error.messages})
 
 
@@ -92,13 +92,13 @@ def on_store_error(answer: Answer, error: Exception) -> Response:
 def problem(
     status: int,
     detail: str | None,
-    members: Mapping[str, object] = {},
+    extensions: Mapping[str, object] = {},
     headers: Mapping[str, str] | Iterable[tuple[str, str]] = {},
 ) -> Response:
-    """A problem document with these members, which no cache keeps."""
+    """A problem document with these extension members, which no cache keeps."""
     title = TITLES.get(status, HTTPStatus(status).phrase)
     document: dict[str, Any] = {"type": "about:blank", "title": title, "status": status}
-    body = json.dumps(document | {"detail": detail} | dict(members))
+    body = json.dumps(document | {"detail": detail} | dict(extensions))
     response = Response(body, f"{status} {title}", dict(headers))
     response.content_type = "application/problem+json"
     response.cache_control.no_store = True

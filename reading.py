@@ -64,13 +64,13 @@ def etags_in(header: ETags, include_weak: bool) -> list[str]:
     return [etag for etag in header.as_set(include_weak) if etag]
 
 
-def read_members() -> dict[str, object]:
-    """The members of a Project that the body gives."""
+def read_fields() -> dict[str, object]:
+    """The fields of a Project that the body gives."""
     return dict(schemas.PROJECT.load(read_json()))
 
 
 def read_json() -> Any:
-    """Raises BadRequest for what is not JSON, or gives a member twice."""
+    """Raises BadRequest for what is not JSON, or gives a field twice."""
     body = read_body()
     try:
         return json.loads(
@@ -93,12 +93,12 @@ def reject_constant(name: str) -> NoReturn:
 
 
 def reject_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Refuse a member that is given twice (I-JSON, RFC 7493 2.3)."""
-    members = dict(pairs)
-    if len(members) < len(pairs):
+    """Refuse a field that is given twice (I-JSON, RFC 7493 2.3)."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         name = json.dumps(repeated_names(pairs)[0])
-        raise http.BadRequest(f"The body gives the member {name} twice.")
-    return members
+        raise http.BadRequest(f"The body gives the field {name} twice.")
+    return fields
 
 
 def repeated_names(pairs: Sequence[tuple[str, object]]) -> list[str]:

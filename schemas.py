@@ -85,7 +85,7 @@ class ProjectSchema(Schema):
 
 
 class PageSchema(Schema):
-    """The query of a list in pages; any one of the members is enough."""
+    """The query of a list in pages; any one of the fields is enough."""
 
     page = Digits(validate=validate.Range(0, MAX_PAGE), load_default=0)
     size = Digits(validate=validate.Range(1, MAX_SIZE), load_default=20)

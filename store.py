@@ -26,7 +26,7 @@ class Stale(Exception):
 
 
 class KeyReused(Exception):
-    """The account made a Project with the same key, and with other members."""
+    """The account made a Project with the same key, and with other fields."""
 
 
 class KeySpent(Exception):
@@ -81,9 +81,9 @@ class Token(NamedTuple):
     account: str
 
 
-Members = Mapping[str, object]  # some or all of those that a caller can set
+Fields = Mapping[str, object]  # some or all of those that a caller can set
 DAY = 86_400_000  # milliseconds
-MEMBERS_OF_1_2 = ("name", "postal_code", "location")
+FIELDS_OF_1_2 = ("name", "postal_code", "location")
 ALWAYS = Precondition()
 WHOLE = Page(0, 2**63 - 1)  # the list as one page; no database takes a larger LIMIT
 
@@ -114,13 +114,13 @@ class Store:
         self.engine.check()
 
     def create_project(
-        self, account: str, members: Members, key: str | None = None
+        self, account: str, fields: Fields, key: str | None = None
     ) -> Project:
         """Add a Project, or return the one that the account made with the same key.
 
         A key is remembered for good. Raises KeyReused, KeySpent.
         """
-        columns = dict.fromkeys(tables.SETTABLE) | as_columns(members)
+        columns = dict.fromkeys(tables.SETTABLE) | as_columns(fields)
         id = secrets.token_hex(12)
         values = {"account": account, "id": id, "now": self._now(), **columns}
         values["revision"] = secrets.token_hex(8)
@@ -132,7 +132,7 @@ class Store:
             [(first_id, first_digest)] = connection.fetch(statements.CLAIM_KEY, claim)
             if first_id == id:
                 return Project(*connection.fetch(self.engine.CREATE, values)[0])
-        # A key whose Project is gone is spent, whatever members come with it.
+        # A key whose Project is gone is spent, whatever fields come with it.
         try:
             project = self.get_project(account, first_id)
         except NotFound:
@@ -149,10 +149,10 @@ class Store:
         return Project(*rows[0])
 
     def update_project(
-        self, account: str, id: str, members: Members, condition: Precondition = ALWAYS
+        self, account: str, id: str, fields: Fields, condition: Precondition = ALWAYS
     ) -> Project:
-        """Change these members and raise the version by 1. Raises NotFound, Stale."""
-        columns = as_columns(members)
+        """Change these fields and raise the version by 1. Raises NotFound, Stale."""
+        columns = as_columns(fields)
         changes = "".join(f"{name} = :{name}, " for name in columns)
         sql = self.engine.UPDATE.replace("{changes}", changes)
         return Project(*self._change(sql, identity(account, id) | columns, condition))
@@ -258,24 +258,24 @@ def etag_of(revision: str | None, page: Page | None) -> str:
     return f"{revision or ''}-{'-'.join(numbers)}"
 
 
-def as_columns(members: Members) -> Parameters:
-    """The members as they are stored. Raises KeyError for one that cannot be set."""
-    columns = dict(members)
-    for name, value in members.items():
+def as_columns(fields: Fields) -> Parameters:
+    """The fields as they are stored. Raises KeyError for one that cannot be set."""
+    columns = dict(fields)
+    for name, value in fields.items():
         if tables.SETTABLE[name] == tables.JSON and value is not None:
             columns[name] = json.dumps(value, separators=(",", ":"))  # as on the wire
     return columns
 
 
 def fingerprint(columns: Parameters) -> bytes:
-    """A SHA-256 digest of the members, to compare requests with the same key.
+    """A SHA-256 digest of the fields, to compare requests with the same key.
 
-    It is the same in every release. So a member that came after 1.2.0 counts only if it is
-    not null, and the order of the members never changes: new ones are last in MEMBERS.
+    It is the same in every release. So a field that came after 1.2.0 counts only if it is
+    not null, and the order of the fields never changes: new ones are last in FIELDS.
     """
     compared = {
         name: value
         for name, value in columns.items()
-        if name in MEMBERS_OF_1_2 or value is not None
+        if name in FIELDS_OF_1_2 or value is not None
     }
     return hashlib.sha256(json.dumps(compared).encode()).digest()

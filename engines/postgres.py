@@ -120,12 +120,12 @@ MARK_WORKERS = """SELECT run_command_on_workers(format('COMMENT ON TABLE project
 
 def document() -> str:
     """The SQL of a Project's JSON document: byte for byte what SQLite makes."""
-    members = []
-    for name, kind in tables.MEMBERS.items():
+    fields = []
+    for name, kind in tables.FIELDS.items():
         value = f"to_json({name})" if kind == tables.TEXT else name
-        members.append(f"""'"{name}":', coalesce({value}::text, 'null')""")
+        fields.append(f"""'"{name}":', coalesce({value}::text, 'null')""")
     separator = ", ',', "
-    return f"concat('{{', {separator.join(members)}, '}}')"
+    return f"concat('{{', {separator.join(fields)}, '}}')"
 
 
 DOCUMENT = document()

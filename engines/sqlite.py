@@ -83,11 +83,11 @@ CREATE INDEX part_project ON part (account, project);
 
 def document() -> str:
     """The SQL of a Project's JSON document."""
-    members = []
-    for name, kind in tables.MEMBERS.items():
+    fields = []
+    for name, kind in tables.FIELDS.items():
         value = f"json({name})" if kind == tables.JSON else name
-        members.append(f"'{name}', {value}")
-    return f"json_object({', '.join(members)})"
+        fields.append(f"'{name}', {value}")
+    return f"json_object({', '.join(fields)})"
 
 
 DOCUMENT = document()

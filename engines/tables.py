@@ -1,4 +1,4 @@
-"""The members of a Project, and the tables that keep them.
+"""The fields of a Project, and the tables that keep them.
 
 Every key and every constraint includes the account, so that a cluster of PostgreSQL servers
 can keep each account on one of them. The tables are written with SQLite's types.
@@ -6,8 +6,8 @@ can keep each account on one of them. The tables are written with SQLite's types
 # Tested in tests/test_layouts.py.
 
 TEXT, INTEGER, JSON = "text", "integer", "JSON"
-# The members of a Project, in the order of its document. To the database, JSON is text.
-MEMBERS = {
+# The fields of a Project, in the order of its document. To the database, JSON is text.
+FIELDS = {
     "id": TEXT,
     "name": TEXT,
     "created_at": INTEGER,
@@ -17,12 +17,12 @@ MEMBERS = {
     "location": JSON,
 }
 READ_ONLY = ("id", "created_at", "updated_at", "version")  # as OutputOnly in schemas.py
-SETTABLE = {name: kind for name, kind in MEMBERS.items() if name not in READ_ONLY}
+SETTABLE = {name: kind for name, kind in FIELDS.items() if name not in READ_ONLY}
 # The columns of each table, in the order in which a restore fills them: `project` precedes
 # `part`, which refers to it.
 COLUMNS = {
     "token": ("id", "account", "digest", "created_at", "expires_at"),
-    "project": (*MEMBERS, "account", "seq"),
+    "project": (*FIELDS, "account", "seq"),
     # The specification has no paths for it yet.
     "part": ("id", "project", "kind", "account"),
     "idempotency_key": ("account", "key", "digest", "project"),
@@ -36,7 +36,7 @@ KEY_TABLE = """
 CREATE TABLE idempotency_key (                      -- stays when its Project is deleted
     account     TEXT    NOT NULL,
     key         TEXT    NOT NULL,
-    digest      BLOB    NOT NULL,                   -- SHA-256 of the members
+    digest      BLOB    NOT NULL,                   -- SHA-256 of the fields
     project     TEXT    NOT NULL,
     PRIMARY KEY (account, key)
 ) STRICT, WITHOUT ROWID;

@@ -3,14 +3,30 @@ import time
 from contextlib import ExitStack, closing, contextmanager
 
 import pytest
-from rigs.conformance import CheckedClient
-from rigs.running import MEMORY, PROJECTS, environment_of, run, store_on, token_on
-from rigs.stores import is_sqlite, raw_on
+
+# Settings of a developer must not meet the tests, nor the tests a developer's database.
+# First, since the modules below copy the environment as they are imported.
+SETTINGS = (
+    *("FLASK_", "GARDENING_", "GUNICORN_", "WEB_CONCURRENCY", "PG", "PYTHON"),
+    *("PYTEST_ADDOPTS", "PY_COLORS", "FORCE_COLOR"),
+)
+PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
+for name in list(os.environ):
+    if name.lower() == "https_proxy":  # nothing else that the tests call is far away
+        os.environ["PIP_PROXY"] = os.environ[name]
+    if name.startswith(SETTINGS) or name.lower() in PROXIES:
+        del os.environ[name]
+
+# What fails in them is told as in a test.
+pytest.register_assert_rewrite("deployment.servers", "helpers")
 
 from app import create_app
 from auth import digest
+from helpers.openapi import CheckedClient
+from helpers.running import MEMORY, PROJECTS, environment_of, run, store_on, token_on
+from helpers.stores import is_sqlite, raw_on
 
-pytest_plugins = ["testing.gardening_service.fixtures"]
+pytest_plugins = ["testservice.gardening_service.fixtures"]
 if MEMORY:  # a third of the time of tests that write
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
 
@@ -50,7 +66,7 @@ def path(tmp_path):
 @pytest.fixture(scope="session")
 def pgserver():
     """A PostgreSQL server for the session."""
-    from rigs.pgserver import start_pgserver
+    from deployment.servers.pgserver import start_pgserver
 
     with start_pgserver(fsync="off") as pgserver:
         yield pgserver
@@ -59,7 +75,7 @@ def pgserver():
 @pytest.fixture(scope="session")
 def reused(pgserver):
     """The URL of a database, and a function that empties it for the next test."""
-    from rigs.pgserver import emptying
+    from deployment.servers.pgserver import emptying
 
     database = pgserver.create_database()
     with emptying(database) as empty:
@@ -69,7 +85,7 @@ def reused(pgserver):
 @pytest.fixture
 def fragile():
     """A PostgreSQL server of the test's own, to be broken."""
-    from rigs.pgserver import start_pgserver
+    from deployment.servers.pgserver import start_pgserver
 
     with start_pgserver(fsync="off") as fragile:
         yield fragile

@@ -10,12 +10,12 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from rigs.conformance import HELLO
-from rigs.layouts import lay_out
-from rigs.outside import copy_service
-from rigs.running import BIN, POINT, PROJECTS, run, wait_for
 
 from app import create_app
+from helpers.layouts import lay_out
+from helpers.openapi import HELLO
+from helpers.running import BIN, POINT, PROJECTS, run, wait_for
+from helpers.testservice import copy_service
 
 MISSING = f"{PROJECTS}/{'0' * 24}"
 ENGINES = ["SQLite"]  # what is shown here, they share
@@ -153,8 +153,8 @@ def quoted_etag(project):
     return f'"{project["version"]}-{project["updated_at"]}"'
 
 
-def post_with_key(client, key, **members):
-    return client.post(PROJECTS, json=members, headers={"Idempotency-Key": key})
+def post_with_key(client, key, **fields):
+    return client.post(PROJECTS, json=fields, headers={"Idempotency-Key": key})
 
 
 # What a key is for, and what each engine does with it, stands in test_store.py.
@@ -286,13 +286,13 @@ def test_what_is_not_json_is_refused(client, body, reason):
     assert not PYTHON.search(response.json["detail"])
 
 
-@pytest.mark.parametrize("member", ["name", "location", "unknown"])
-def test_what_is_nested_deeply_is_refused(client, member):
-    """As no JSON, or, since Python 3.14 reads it, as a wrong member."""
-    body = f'{{"{member}": {"[" * 30_000}{"]" * 30_000}}}'
+@pytest.mark.parametrize("field", ["name", "location", "unknown"])
+def test_what_is_nested_deeply_is_refused(client, field):
+    """As no JSON, or, since Python 3.14 reads it, as a wrong field."""
+    body = f'{{"{field}": {"[" * 30_000}{"]" * 30_000}}}'
     response = client.post(PROJECTS, data=body, content_type="application/json")
     assert response.status_code == (422 if "errors" in response.json else 400)
-    assert {*response.json.get("errors", [member])} == {member}
+    assert {*response.json.get("errors", [field])} == {field}
 
 
 def post_stream(client, stream, **environ):
@@ -304,7 +304,7 @@ def post_stream(client, stream, **environ):
 
 
 DUPLICATES = {
-    "member": (b'{"name": "a", "postal_code": "1", "name": "b"}', '"name"'),
+    "field": (b'{"name": "a", "postal_code": "1", "name": "b"}', '"name"'),
     "nested": (b'{"location": {"type": "Point", "type": "Point"}}', '"type"'),
     "escaped": (b'{"id": 1, "i\\u0064": 1}', '"id"'),
     "surrogate": (b'{"\\ud800": 1, "\\ud800": 1}', '"\\ud800"'),
@@ -317,7 +317,7 @@ def test_member_that_is_given_twice_is_refused(
 ):
     response = client.put(project_url, data=body, content_type="application/json")
     assert response.status_code == 400
-    assert response.json["detail"] == f"The body gives the member {name} twice."
+    assert response.json["detail"] == f"The body gives the field {name} twice."
     assert client.get(project_url).json == project
 
 
@@ -340,10 +340,10 @@ INVALID = {  # test_schemas.py has the rules
 }
 
 
-@pytest.mark.parametrize("body, members", INVALID.values(), ids=INVALID)
+@pytest.mark.parametrize("body, fields", INVALID.values(), ids=INVALID)
 @pytest.mark.parametrize("method", ["POST", "PUT"])
 def test_invalid_project_changes_nothing(
-    client, project, project_url, method, body, members
+    client, project, project_url, method, body, fields
 ):
     address = PROJECTS if method == "POST" else project_url
     text = json.dumps(body).replace("Infinity", "1e999")
@@ -351,7 +351,7 @@ def test_invalid_project_changes_nothing(
         address, method=method, data=text, content_type="application/json"
     )
     assert response.status_code == 422
-    assert sorted(response.json["errors"]) == members
+    assert sorted(response.json["errors"]) == fields
     assert client.get(PROJECTS).json == [project]
 
 
@@ -362,8 +362,8 @@ WRONG = ["page=x", "size=1001", "pgae=1", "page=0&page=1", "page=\xff", "\xff"]
 def test_wrong_query_is_refused(client, query):
     response = client.get(PROJECTS, environ_overrides={"QUERY_STRING": query})
     assert response.status_code == 422
-    member = query.split("=")[0].replace("\xff", "\ufffd")  # it is not UTF-8
-    assert list(response.json["errors"]) == [member]
+    field = query.split("=")[0].replace("\xff", "\ufffd")  # it is not UTF-8
+    assert list(response.json["errors"]) == [field]
 
 
 @pytest.mark.parametrize("is_chunked", [False, True])
@@ -410,8 +410,8 @@ def test_error_is_a_problem_document(client, method, target, options, status):
     response = client.open(target, method=method, **options)
     assert response.status_code == status
     assert response.content_type == "application/problem+json"
-    members = ["type", "title", "status", "detail"] + ["errors"] * (status == 422)
-    assert list(json.loads(response.data)) == members
+    fields = ["type", "title", "status", "detail"] + ["errors"] * (status == 422)
+    assert list(json.loads(response.data)) == fields
     assert response.json["type"] == "about:blank"
     assert response.headers["Cache-Control"] == "no-store"
     assert "URL" not in response.json["detail"]  # the word of Werkzeug's own texts

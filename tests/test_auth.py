@@ -4,7 +4,8 @@ import hashlib
 import re
 
 import pytest
-from rigs.running import PROJECTS
+
+from helpers.running import PROJECTS
 
 AUTH = "/api/v1/hello-service/auth"
 CHALLENGE = 'Bearer realm="gardening"'

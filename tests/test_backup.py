@@ -14,8 +14,15 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
-from rigs.layouts import lay_out
-from rigs.running import (
+
+from app import create_app
+from auth import digest
+from engines.backup import BadBackup, backup, restore
+from engines.base import Unavailable
+from engines.files import new_file
+from engines.tables import COLUMNS, LAYOUT
+from helpers.layouts import lay_out
+from helpers.running import (
     BIN,
     LIMIT,
     NEEDS_ROOT,
@@ -31,14 +38,7 @@ from rigs.running import (
     store_on,
     wait_for,
 )
-from rigs.stores import is_sqlite
-
-from app import create_app
-from auth import digest
-from engines.backup import BadBackup, backup, restore
-from engines.base import Unavailable
-from engines.files import new_file
-from engines.tables import COLUMNS, LAYOUT
+from helpers.stores import is_sqlite
 from store import KeyReused, KeySpent, Page
 
 PAGES = [None, Page(0, 2), Page(1, 20)]
@@ -574,7 +574,7 @@ def test_backup_may_take_longer_than_a_request(store, raw, file):
 def test_silence_of_the_server_is_not_blamed_on_the_file(
     store, pgserver, database, file
 ):
-    from rigs.pgserver import silence
+    from deployment.servers.pgserver import silence
 
     store.check()  # over the connection that the backup takes
     told = f"no response before the deadline, while copying to {file}"
@@ -633,13 +633,13 @@ def test_backup_can_be_served_as_it_is(store, file):
         assert [account.projects for account in copy.list_accounts()] == [1]
 
 
-@pytest.mark.parametrize("member", ["name", "postal_code"])
+@pytest.mark.parametrize("field", ["name", "postal_code"])
 def test_u0000_of_an_older_release_is_refused_by_postgresql_alone(
-    filled, tmp_path, target, member
+    filled, tmp_path, target, field
 ):
     file = shutil.copy(filled, tmp_path)
     with closing(sqlite3.connect(file)) as copy, copy:
-        copy.execute(f"UPDATE project SET {member} = ?", ["a\0"])
+        copy.execute(f"UPDATE project SET {field} = ?", ["a\0"])
     if target.startswith("postgresql://"):
         told = run_command(target, "restore", file, status=1)
         assert "NUL" in told and told.count("\n") == 1

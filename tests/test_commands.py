@@ -8,10 +8,10 @@ from datetime import date
 from unicodedata import normalize
 
 import pytest
-from rigs.running import ON_SQLITE
 
 from app import create_app
 from commands import TokenID, utc
+from helpers.running import ON_SQLITE
 
 
 def test_create_prints_the_token_alone(command):

@@ -9,16 +9,17 @@ import sys
 import uuid
 
 import pytest
-from rigs.outside import HOSTILE, call_projects, copy_service, left, refuses
-from rigs.running import LIMIT, ROOT, blocks, needs, replaced, run
+
+from helpers.running import LIMIT, ROOT, blocks, needs, replaced, run
+from helpers.testservice import HOSTILE, call_projects, copy_service, left, refuses
 
 PAGE = "docs/testing.md"
-PLUGIN = "testing.gardening_service.fixtures"
-OUR_NAMES = ("app", "auth", "commands", "schemas", "store", "testing", "tests")
+PLUGIN = "testservice.gardening_service.fixtures"
+OUR_NAMES = ("app", "auth", "commands", "schemas", "store", "testservice", "tests")
 
 THEIR_TESTS = """
 import json, sys, urllib.request
-import app, auth, commands, schemas, store, testing
+import app, auth, commands, schemas, store, testservice
 import pytest
 
 PROJECTS = "/api/v1/gardening/projects"
@@ -35,7 +36,7 @@ def test_every_test_starts_empty(gardening, turn):
     assert len(call(gardening.url, gardening.headers)[1]) == 1
 
 def test_modules_are_their_own():
-    modules = (app, auth, commands, schemas, store, testing)
+    modules = (app, auth, commands, schemas, store, testservice)
     assert {module.OWNER for module in modules} == {"them"}
     assert not {"click", "flask"} & {*sys.modules}
 """
@@ -181,7 +182,7 @@ def test_no_module_of_ours_but_the_package_can_be_imported(python):
 
 def run_failing(tests, folder, environment):
     """What tests print that use the service in the folder, and wait less for it."""
-    plugin = folder / "testing/gardening_service/fixtures.py"
+    plugin = folder / "testservice/gardening_service/fixtures.py"
     plugin.write_text(replaced(plugin.read_text(), {"LIMIT = 10 ": "LIMIT = 4 "}))
     (folder / "test_it.py").write_text(tests)
     command = [sys.executable, "-m", "pytest", "-Werror", "-p", PLUGIN, folder]

@@ -9,9 +9,18 @@ from collections import Counter
 from contextlib import closing
 
 import pytest
-from rigs.nginx import assert_problem, needs_nginx, proxy
-from rigs.outside import connect
-from rigs.running import LIMIT, PROJECTS, Client, TLSClient, at_once, gunicorn, wait_for
+
+from deployment.servers.nginx import assert_problem, needs_nginx, proxy
+from helpers.running import (
+    LIMIT,
+    PROJECTS,
+    Client,
+    TLSClient,
+    at_once,
+    gunicorn,
+    wait_for,
+)
+from helpers.testservice import connect
 
 JSON_HEADER = {"Content-Type": "application/json"}
 JSON = {"Content_Type": "application/json"}

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from rigs.conformance import HELLO
-from rigs.running import (
+
+from helpers.openapi import HELLO
+from helpers.running import (
     BIN,
     LIMIT,
     PROJECTS,

@@ -4,17 +4,17 @@ import json
 from contextlib import closing
 
 import pytest
-from rigs.layouts import lay_out
-from rigs.running import ON_POSTGRESQL, POINT, at_once
-from rigs.stores import is_sqlite, raw_on
 
 from engines.base import Unavailable
 from engines.tables import LAYOUT
+from helpers.layouts import lay_out
+from helpers.running import ON_POSTGRESQL, POINT, at_once
+from helpers.stores import is_sqlite, raw_on
 from store import KeyReused
 
 OLDER = range(1, LAYOUT)
 ADVICE = (
-    "Raise LAYOUT, and add the migration to MIGRATIONS and to tests/rigs/layouts.py."
+    "Raise LAYOUT, and add the migration to MIGRATIONS and to tests/helpers/layouts.py."
 )
 
 
@@ -97,8 +97,8 @@ def test_older_database_is_brought_up_to_date(older, open_store, layout):
         with pytest.raises(KeyReused):
             store.create_project("ann", {}, key="kept")
     document = json.loads(store.get_project("ann", "a" * 24).document)
-    members = {"name": "Park", "postal_code": "94117", "location": POINT, "version": 7}
-    assert document == document | members
+    fields = {"name": "Park", "postal_code": "94117", "location": POINT, "version": 7}
+    assert document == document | fields
     made = store.create_project("ann", {}, key="k")
     last = older.execute("SELECT id FROM project WHERE account = 'ann' AND seq = 6")
     assert last.fetchall() == [(made.id,)]

@@ -5,10 +5,10 @@ import re
 from urllib.parse import urljoin
 
 import pytest
-from rigs.conformance import API, FILE, resolve, validator
-from rigs.running import PROJECTS, ROOT
 
 import schemas
+from helpers.openapi import API, FILE, resolve, validator
+from helpers.running import PROJECTS, ROOT
 
 # What is described of hello-service, which answers any method: more would only
 # bloat the generated clients.
@@ -77,11 +77,11 @@ def test_examples_of_the_proxys_errors_are_what_it_answers():
         content = API["components"]["responses"][name]["content"]
         example = dict(content["application/problem+json"]["example"])
         status = example["status"]
-        [members] = re.findall(rf"(?m)^    {status}  '(\".*\")';$", config)
+        [fields] = re.findall(rf"(?m)^    {status}  '(\".*\")';$", config)
         assert example == {
             "type": "about:blank",
             "status": status,
-            **json.loads(f"{{{members}}}"),
+            **json.loads(f"{{{fields}}}"),
         }
 
 
@@ -179,7 +179,7 @@ def check_examples(item):
 
 
 def walk(item, passing_over=()):
-    """Each object in it, but none below these members."""
+    """Each object in it, but none below these fields."""
     if isinstance(item, dict):
         yield item
         item = [item[name] for name in item if name not in passing_over]

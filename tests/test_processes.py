@@ -11,9 +11,9 @@ from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
-from rigs.conformance import HELLO
-from rigs.outside import copy_service
-from rigs.running import (
+
+from helpers.openapi import HELLO
+from helpers.running import (
     BIN,
     LIMIT,
     NEEDS_ROOT,
@@ -30,6 +30,7 @@ from rigs.running import (
     wait_for,
     workers,
 )
+from helpers.testservice import copy_service
 
 BROKEN = (OSError, http.client.HTTPException)
 

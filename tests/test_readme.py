@@ -7,10 +7,10 @@ import tomllib
 from contextlib import closing
 
 import pytest
-from rigs.outside import copy_service
-from rigs.running import BIN, ROOT, blocks, flask_run, needs, run
 
 from engines.sqlite import SQLite
+from helpers.running import BIN, ROOT, blocks, flask_run, needs, run
+from helpers.testservice import copy_service
 from store import Store
 
 VARYING = {

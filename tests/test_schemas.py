@@ -5,10 +5,10 @@ from contextlib import suppress
 
 import pytest
 from marshmallow import ValidationError
-from rigs.conformance import validator
-from rigs.running import POINT
 
 import schemas
+from helpers.openapi import validator
+from helpers.running import POINT
 
 DESCRIBED = validator({"$ref": "#/components/schemas/ProjectInput"})
 
@@ -82,9 +82,9 @@ NOT_STORED = ["\0", "a\0b", "a\n\0", "\ud800", "a\udfffb\n"]
 
 
 @pytest.mark.parametrize("value", [1, 1.5, True, [], {}, ["x"], *NOT_STORED])
-@pytest.mark.parametrize("member", ["name", "postal_code"])
-def test_text_is_a_unicode_string(member, value):
-    assert list(errors({member: value})) == [member]
+@pytest.mark.parametrize("field", ["name", "postal_code"])
+def test_text_is_a_unicode_string(field, value):
+    assert list(errors({field: value})) == [field]
 
 
 NO_POINTS = [1, "Point", [], [-122.4, 37.7], {}, {"type": "Point"}]

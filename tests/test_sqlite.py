@@ -11,8 +11,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from rigs.running import LIMIT, NEEDS_ROOT, at_once, needs, run, soon, wait_for
-from rigs.stores import (
+
+from engines.base import Breaker, OutcomeUnknown, Unavailable
+from engines.sqlite import Connection, SQLite
+from helpers.running import LIMIT, NEEDS_ROOT, at_once, needs, run, soon, wait_for
+from helpers.stores import (
     VAIN,
     done_after,
     fails,
@@ -22,9 +25,6 @@ from rigs.stores import (
     read,
     refusal,
 )
-
-from engines.base import Breaker, OutcomeUnknown, Unavailable
-from engines.sqlite import Connection, SQLite
 from store import Store
 
 ENGINES = ["SQLite"]

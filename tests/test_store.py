@@ -10,10 +10,10 @@ import sys
 from contextlib import suppress
 
 import pytest
-from rigs.running import POINT, ROOT, at_once, run
-from rigs.stores import done_after, is_sqlite, listed, open_files, read
 
 from engines.base import Unavailable
+from helpers.running import POINT, ROOT, at_once, run
+from helpers.stores import done_after, is_sqlite, listed, open_files, read
 from schemas import MAX_PAGE
 from store import (
     KeyReused,
@@ -25,7 +25,7 @@ from store import (
     fingerprint,
 )
 
-MEMBERS = [
+FIELDS = [
     "id",
     "name",
     "created_at",
@@ -37,7 +37,7 @@ MEMBERS = [
 
 
 def etag(project):
-    """Made of two members of the document."""
+    """Made of two fields of the document."""
     return f"{project['version']}-{project['updated_at']}"
 
 
@@ -50,7 +50,7 @@ def etags(store, account="ann"):
 def test_created_project_holds_its_members_in_order(store):
     project = store.create_project("ann", {"name": "Park", "location": POINT})
     created = read(project)
-    assert list(created) == MEMBERS
+    assert list(created) == FIELDS
     assert (created["name"], created["postal_code"]) == ("Park", None)
     assert (created["location"], created["version"]) == (POINT, 1)
     assert created["created_at"] == created["updated_at"]
@@ -58,17 +58,17 @@ def test_created_project_holds_its_members_in_order(store):
     assert len(project.id) == 24 and set(project.id) <= set("0123456789abcdef")
 
 
-def check_bytes(store, **members):
-    """Whatever returns the Project holds exactly these members, as compact JSON."""
-    created = store.create_project("ann", members)
-    project = read(created) | members
+def check_bytes(store, **fields):
+    """Whatever returns the Project holds exactly these fields, as compact JSON."""
+    created = store.create_project("ann", fields)
+    project = read(created) | fields
     document = as_json(project)
     wrapped = {"projectList": [project], "page": 0, "size": 1, "total": 1}
     assert created.document == document
     assert store.get_project("ann", created.id).document == document
     assert store.list_projects("ann").document == as_json([project])
     assert store.list_projects("ann", Page(0, 1)).document == as_json(wrapped)
-    updated = store.update_project("ann", created.id, members)
+    updated = store.update_project("ann", created.id, fields)
     later = {"updated_at": read(updated)["updated_at"], "version": 2}
     assert updated.document == as_json(project | later)
     store.delete_project("ann", created.id)
@@ -115,9 +115,9 @@ def test_project_of_another_account_or_id_is_not_found(store, account, id):
 
 
 def test_update_changes_only_what_is_given(store):
-    members = {"name": "Park", "postal_code": "94117", "location": POINT}
-    other = store.create_project("ann", members)
-    before = read(store.create_project("ann", members))
+    fields = {"name": "Park", "postal_code": "94117", "location": POINT}
+    other = store.create_project("ann", fields)
+    before = read(store.create_project("ann", fields))
     cleared = {"name": None, "location": None}
     after = read(store.update_project("ann", before["id"], cleared))
     assert after == before | cleared | {"version": 2, "updated_at": after["updated_at"]}
@@ -196,11 +196,11 @@ def test_same_key_makes_one_project(store):
     assert len(listed(store)) == 1
 
 
-@pytest.mark.parametrize("members", [{}, {"name": "Wood"}, {"location": POINT}])
-def test_key_with_other_members_is_refused(store, members):
+@pytest.mark.parametrize("fields", [{}, {"name": "Wood"}, {"location": POINT}])
+def test_key_with_other_members_is_refused(store, fields):
     first = store.create_project("ann", {"name": "Park"}, key="k")
     with pytest.raises(KeyReused):
-        store.create_project("ann", members, key="k")
+        store.create_project("ann", fields, key="k")
     assert listed(store) == [read(first)]
 
 
@@ -248,9 +248,9 @@ def test_key_that_meets_the_deletion_of_its_account_is_no_defect(store):
 def test_key_of_a_deleted_project_is_spent(store):
     id = store.create_project("ann", {"name": "Park"}, key="k").id
     store.delete_project("ann", id)
-    for members in ({"name": "Park"}, {"name": "Wood"}):
+    for fields in ({"name": "Park"}, {"name": "Wood"}):
         with pytest.raises(KeySpent):
-            store.create_project("ann", members, key="k")
+            store.create_project("ann", fields, key="k")
     assert listed(store) == []
     store.create_project("bob", {}, key="k")
 
@@ -492,7 +492,7 @@ WITH_RIGS = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
 FORK = """
 import os, sys
 from engines.base import Unavailable
-from rigs.running import store_on
+from helpers.running import store_on
 store = store_on(sys.argv[1])
 store.create_project("ann", {})
 [first] = store.engine.idle[os.getpid()]

@@ -9,9 +9,10 @@ from typing import Any
 import flask_swagger_ui
 import pytest
 from playwright.sync_api import sync_playwright
-from rigs.nginx import HOST, assert_problem
-from rigs.proxies import PROXIES, start_proxy
-from rigs.running import BIN, PROJECTS, Client, flask_run, gunicorn, port_of, run
+
+from deployment.servers.nginx import HOST, assert_problem
+from deployment.servers.proxies import PROXIES, start_proxy
+from helpers.running import BIN, PROJECTS, Client, flask_run, gunicorn, port_of, run
 
 # The headless shell is the same browser without its windows, and takes less time.
 CHROMIUM = shutil.which("chromium-headless-shell") or shutil.which("chromium")

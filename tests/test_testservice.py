@@ -14,8 +14,9 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
-from rigs.outside import call_projects, connect, copy_service, refuses, steer
-from rigs.running import (
+
+from app import create_app
+from helpers.running import (
     IPV6,
     LIMIT,
     PROJECTS,
@@ -27,11 +28,10 @@ from rigs.running import (
     wait_for,
     workers,
 )
+from helpers.testservice import call_projects, connect, copy_service, refuses, steer
+from testservice.server import Server
 
-from app import create_app
-from testing.server import Server
-
-COMMAND = [sys.executable, "-E", "-m", "testing.service"]
+COMMAND = [sys.executable, "-E", "-m", "testservice"]
 AT_TERMINAL = "import os, sys; os.login_tty(0); os.execv(sys.argv[1], sys.argv[1:])"
 IN_BACKGROUND = """
 import os, sys
@@ -99,8 +99,8 @@ def service(start):
         yield service
 
 
-def issue(url, **members):
-    status, issued = steer(url, "POST", body=members)
+def issue(url, **fields):
+    status, issued = steer(url, "POST", body=fields)
     assert status == 201
     return issued["token"]
 
@@ -148,9 +148,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("body", "kind", "status", "member"), WRONG)
+@pytest.mark.parametrize(("body", "kind", "status", "field"), WRONG)
 def test_wrong_request_is_refused_as_that_of_a_project_is(
-    gardening_service, body, kind, status, member
+    gardening_service, body, kind, status, field
 ):
     headers = {"Content-Type": kind} if kind else {}
     with connect(gardening_service.url) as client:
@@ -158,7 +158,7 @@ def test_wrong_request_is_refused_as_that_of_a_project_is(
     problem = json.loads(response[2])
     assert (response[0], problem["status"]) == (status, status)
     assert response[1]["Content-Type"] == "application/problem+json"
-    assert [*problem.get("errors", {})] == [member] * (member is not None)
+    assert [*problem.get("errors", {})] == [field] * (field is not None)
 
 
 def test_what_is_left_of_a_plan_can_be_read(gardening_service):

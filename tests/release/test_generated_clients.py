@@ -11,7 +11,8 @@ from contextlib import closing
 from importlib import import_module
 
 import pytest
-from rigs.running import (
+
+from helpers.running import (
     BIN,
     LIMIT,
     POINT,
@@ -66,9 +67,9 @@ class PythonClient:
             return error.data
         return getattr(response, "actual_instance", response)
 
-    def send(self, operation, *arguments, members, **options):
-        members = self.models.ProjectInput.from_dict(members)
-        return self.perform(operation, *arguments, members, **options)
+    def send(self, operation, *arguments, fields, **options):
+        fields = self.models.ProjectInput.from_dict(fields)
+        return self.perform(operation, *arguments, fields, **options)
 
     def close(self):
         self.client.rest_client.pool_manager.clear()
@@ -78,9 +79,9 @@ def use(client):
     """Do with a client what most programs do with the service."""
     Project, Problem = client.models.Project, client.models.Problem
     InvalidProblem = client.models.InvalidProblem
-    members = {"name": "Park", "postal_code": "94117", "location": POINT}
-    bare = client.send("create_project", members={})
-    park = client.send("create_project", members=members, idempotency_key="k")
+    fields = {"name": "Park", "postal_code": "94117", "location": POINT}
+    bare = client.send("create_project", fields={})
+    park = client.send("create_project", fields=fields, idempotency_key="k")
     assert isinstance(bare, Project)
     assert isinstance(park, Project)
     assert (bare.location, bare.version) == (None, 1)
@@ -96,7 +97,7 @@ def use(client):
     for project in (bare, park):
         fetched = client.perform("get_project", project.id).to_dict()
         edited = fetched | {"name": "Garden"}
-        changed = client.send("update_project", project.id, members=edited)
+        changed = client.send("update_project", project.id, fields=edited)
         renewed = {"version": 2, "updated_at": changed.updated_at}
         assert changed.to_dict() == edited | renewed
 
@@ -105,16 +106,16 @@ def use(client):
         return problem.status, problem.type
 
     south = {"location": POINT | {"coordinates": [0, 91]}}
-    invalid = client.send("create_project", members=south)
+    invalid = client.send("create_project", fields=south)
     assert describe(invalid, InvalidProblem) == (422, "about:blank")
     [(element, [message])] = invalid.errors["location"]["coordinates"].items()
     assert (element, type(message)) == ("1", str)
-    reused = client.send("create_project", members={}, idempotency_key="k")
+    reused = client.send("create_project", fields={}, idempotency_key="k")
     assert describe(reused, InvalidProblem) == (422, "urn:gardening:key-reused")
     stale = client.perform("delete_project", park.id, if_match='"1-1"')
     assert describe(stale, Problem) == (412, "about:blank")
     assert client.perform("delete_project", park.id) is None
-    spent = client.send("create_project", members=members, idempotency_key="k")
+    spent = client.send("create_project", fields=fields, idempotency_key="k")
     assert describe(spent, Problem) == (409, "urn:gardening:key-spent")
 
 

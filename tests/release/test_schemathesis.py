@@ -2,7 +2,7 @@
 
 import os
 
-from rigs.running import BIN, LIMIT, ROOT, run
+from helpers.running import BIN, LIMIT, ROOT, run
 
 
 def test_schemathesis_finds_nothing(gardening, tmp_path, cache):

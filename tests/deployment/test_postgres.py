@@ -11,8 +11,10 @@ from contextlib import contextmanager, suppress
 
 import click
 import pytest
-from rigs.layouts import lay_out
-from rigs.pgserver import (
+
+from app import create_app
+from auth import digest
+from deployment.servers.pgserver import (
     BINARIES,
     WAITS,
     backends,
@@ -21,13 +23,11 @@ from rigs.pgserver import (
     silence,
     start_pgserver,
 )
-from rigs.running import BIN, LIMIT, at_once, environment_of, run, soon, wait_for
-from rigs.stores import fails, lasts
-
-from app import create_app
-from auth import digest
 from engines.base import OutcomeUnknown, Unavailable
 from engines.postgres import TIMEOUT, PostgreSQL
+from helpers.layouts import lay_out
+from helpers.running import BIN, LIMIT, at_once, environment_of, run, soon, wait_for
+from helpers.stores import fails, lasts
 from store import NotFound, Page, Precondition, Stale, Store
 
 
@@ -69,9 +69,9 @@ def test_servers_give_the_documents_of_sqlite(binaries, path, create_store_on):
     def use(store):
         """What is returned, without what is random."""
         created = store.create_project("ann", {"name": "é"}, f"key {now}")
-        members = {"location": {"type": "Point", "coordinates": [0.1, -0.0]}}
+        fields = {"location": {"type": "Point", "coordinates": [0.1, -0.0]}}
         precondition = Precondition([created.etag, "9"], ["8"])
-        yield store.update_project("ann", created.id, members, precondition)[1:]
+        yield store.update_project("ann", created.id, fields, precondition)[1:]
         yield store.list_projects("ann", Page(0, 2, 1))[1:]
         store.add_token("ann", digest(str(now)))
         yield store.find_caller(digest(str(now))), store.list_tokens()

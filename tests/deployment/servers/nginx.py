@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import pytest
 
-from rigs.conformance import title_of
-from rigs.running import LIMIT, ROOT, blocks, replaced, run
+from helpers.openapi import title_of
+from helpers.running import LIMIT, ROOT, blocks, replaced, run
 
 PROGRAM = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
 HOST = "gardening.example.org"

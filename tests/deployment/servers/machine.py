@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rigs.running import LIMIT, ONE_WORKER, wait_for
+from helpers.running import LIMIT, ONE_WORKER, wait_for
 
 PROGRAMS = [
     *("curl", "dbus-daemon", "git", "nginx", "nsenter", "openssl", "pivot_root"),

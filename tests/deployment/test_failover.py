@@ -8,14 +8,16 @@ from statistics import median
 from typing import NamedTuple
 
 import pytest
-from rigs.conformance import HELLO
-from rigs.pgserver import (
+
+from deployment.servers.pgserver import (
     backends,
     execute,
     silence,
     start_pgserver,
 )
-from rigs.running import (
+from engines.base import OutcomeUnknown, Unavailable
+from helpers.openapi import HELLO
+from helpers.running import (
     LIMIT,
     PROJECTS,
     TWO_WORKERS,
@@ -26,9 +28,7 @@ from rigs.running import (
     token_on,
     wait_for,
 )
-from rigs.stores import VAIN, fails, lasts, refusal
-
-from engines.base import OutcomeUnknown, Unavailable
+from helpers.stores import VAIN, fails, lasts, refusal
 from store import Page
 
 

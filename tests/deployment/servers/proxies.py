@@ -12,8 +12,17 @@ from typing import NamedTuple
 
 import pytest
 
-from rigs import nginx
-from rigs.running import LIMIT, ROOT, blocks, hold_port, needs, replaced, run, wait_for
+from deployment.servers import nginx
+from helpers.running import (
+    LIMIT,
+    ROOT,
+    blocks,
+    hold_port,
+    needs,
+    replaced,
+    run,
+    wait_for,
+)
 
 PATH = f"{os.environ['PATH']}:/usr/sbin"
 

@@ -2,7 +2,7 @@
 
 Prints {"url": ..., "token": ...} on one line once the service responds; the token is for
 a new account. POST /test/tokens issues more, for example with the body
-{"account": "ann", "expired": false, "fail": ["lost", "429"]}; every member is optional.
+{"account": "ann", "expired": false, "fail": ["lost", "429"]}; every field is optional.
 GET /test/tokens/TOKEN shows what is left of its plan; DELETE revokes the token.
 
 Ends when its standard input closes, or on SIGTERM or SIGINT. An input that is not a pipe, a
@@ -34,7 +34,7 @@ def main() -> None:
     for name in [name for name in os.environ if name.startswith(IGNORED_PREFIXES)]:
         del os.environ[name]
     # Not before: gunicorn and Flask read the environment as they are imported.
-    from testing.server import Server
+    from testservice.server import Server
 
     Server(listener).run()
 

@@ -4,8 +4,9 @@ import json
 from http.client import HTTPMessage
 
 import pytest
-from rigs.nginx import Response, assert_problem, needs_nginx, proxy
-from rigs.running import PROJECTS, TLSClient, port_of
+
+from deployment.servers.nginx import Response, assert_problem, needs_nginx, proxy
+from helpers.running import PROJECTS, TLSClient, port_of
 
 NAMED, OTHER = "https://gardens.example.org", "https://other.example.org"
 ALLOWED = {"Authorization", "Content-Type", "If-Match", "If-None-Match"}

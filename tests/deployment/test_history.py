@@ -9,8 +9,9 @@ from collections import Counter
 from contextlib import ExitStack, closing
 
 import pytest
-from rigs.history import Call, check, record
-from rigs.running import (
+
+from deployment.servers.history import Call, check, record
+from helpers.running import (
     TWO_WORKERS,
     Client,
     environment_of,
@@ -19,12 +20,12 @@ from rigs.running import (
     wait_for,
     workers,
 )
-from rigs.stores import ANSWER
+from helpers.stores import ANSWER
 
 
 def project(id, version):
-    members = {"name": f"{id}{version}", "postal_code": f"{id}1"}
-    return {"id": id, "version": version, **members}
+    fields = {"name": f"{id}{version}", "postal_code": f"{id}1"}
+    return {"id": id, "version": version, **fields}
 
 
 P1, P2, P3, P4 = (project("p", version) for version in (1, 2, 3, 4))
@@ -180,7 +181,7 @@ def test_history_on_sqlite(path):
 
 def test_history_on_postgresql(fragile):
     """With a synchronous standby, which takes over in the middle."""
-    from rigs.pgserver import BACKENDS
+    from deployment.servers.pgserver import BACKENDS
 
     def terminate():
         """While commits wait for the standby: they have been made, and nobody knows."""

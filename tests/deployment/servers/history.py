@@ -20,7 +20,7 @@ from itertools import accumulate, count, pairwise
 from math import inf
 from typing import Any, NamedTuple
 
-from rigs.running import LIMIT, PROJECTS, Client, wait_for
+from helpers.running import LIMIT, PROJECTS, Client, wait_for
 
 GONE = inf
 UNKNOWN = "urn:gardening:outcome-unknown"

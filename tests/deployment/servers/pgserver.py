@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from rigs.running import LIMIT, MEMORY, wait_for
+from helpers.running import LIMIT, MEMORY, wait_for
 
 # Without the driver, this skips a test, or a module, that imports from here.
 psycopg = pytest.importorskip("psycopg")

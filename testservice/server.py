@@ -20,7 +20,7 @@ from typing import Any
 
 from gunicorn.app.base import BaseApplication
 
-from testing.failures import FailingService
+from testservice.failures import FailingService
 
 SETTINGS = Path(__file__).parent.parent / "gunicorn.conf.py"
 

@@ -19,9 +19,10 @@ from typing import NamedTuple
 from urllib.parse import urljoin
 
 import pytest
-from rigs.nginx import HOST, add_http_2, assert_problem
-from rigs.proxies import PROXIES, start_proxy
-from rigs.running import (
+
+from deployment.servers.nginx import HOST, add_http_2, assert_problem
+from deployment.servers.proxies import PROXIES, start_proxy
+from helpers.running import (
     LIMIT,
     PROJECTS,
     TWO_WORKERS,
@@ -339,8 +340,8 @@ def test_odd_path_gets_a_problem_document(tls_client, prefix, rest):
 @pytest.fixture
 def long_project(tls_client):
     """One of 4 KiB or more, which nginx would compress."""
-    members = {"name": "😀" * 1000, "postal_code": "😀" * 100}
-    return tls_client.call("POST", PROJECTS, members)[1]
+    fields = {"name": "😀" * 1000, "postal_code": "😀" * 100}
+    return tls_client.call("POST", PROJECTS, fields)[1]
 
 
 @PREFIXES

@@ -11,7 +11,7 @@ HERE = Path(__file__).resolve().parent
 INSTALLED = HERE / "program-files"
 ROOT = INSTALLED if INSTALLED.exists() else HERE.parent.parent  # of a clone
 # To be run in ROOT, where -m finds the module. -E ignores PYTHONPATH, which is for the caller.
-COMMAND = [sys.executable, "-E", "-m", "testing.service"]
+COMMAND = [sys.executable, "-E", "-m", "testservice"]
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ import pytest
 from auth import issue_token
 from engines.base import Unavailable
 from engines.sqlite import SQLite
-from rigs.conformance import check_response
+from helpers.openapi import check_response
 from store import Store
 
 PROJECTS = "/api/v1/gardening/projects"

@@ -9,18 +9,22 @@ from collections import Counter
 from contextlib import ExitStack, closing, suppress
 
 import pytest
-from rigs.conformance import CheckedClient
-from rigs.history import check, record
-from rigs.layouts import lay_out
-from rigs.outside import copy_service
-from rigs.pgserver import (
+
+from app import create_app
+from auth import digest
+from deployment.servers.history import check, record
+from deployment.servers.pgserver import (
     BACKENDS,
     CITUS,
     execute,
     psycopg,
     start_cluster,
 )
-from rigs.running import (
+from engines.backup import backup, restore
+from engines.base import Unavailable
+from helpers.layouts import lay_out
+from helpers.openapi import CheckedClient
+from helpers.running import (
     BIN,
     POINT,
     PROJECTS,
@@ -33,12 +37,8 @@ from rigs.running import (
     store_on,
     token_on,
 )
-from rigs.stores import ANSWER, fails, lasts
-
-from app import create_app
-from auth import digest
-from engines.backup import backup, restore
-from engines.base import Unavailable
+from helpers.stores import ANSWER, fails, lasts
+from helpers.testservice import copy_service
 from store import Page
 
 if not CITUS:

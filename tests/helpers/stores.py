@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from engines.base import Unavailable
-from rigs.running import LIMIT, openings, wait_for
+from helpers.running import LIMIT, openings, wait_for
 
 VAIN = "another caller has just waited in vain"
 ANSWER = 6  # seconds within which the service answers, whatever happens
@@ -47,7 +47,7 @@ def open_files():
 def count_waiters(database):
     """How many wait for a lock in PostgreSQL, or have the file of the queue open."""
     if database.startswith("postgresql://"):
-        from rigs.pgserver import WAITS, backends
+        from deployment.servers.pgserver import WAITS, backends
 
         return len(backends(database, WAITS))
     return openings(f"{database}-lock")

@@ -11,9 +11,10 @@ from operator import attrgetter
 from pathlib import Path
 
 import pytest
-from rigs.machine import ENVIRONMENT, needs_machine, start_machine
-from rigs.nginx import HOST
-from rigs.running import LIMIT, PROJECTS, ROOT, blocks, needs, run, wait_for
+
+from deployment.servers.machine import ENVIRONMENT, needs_machine, start_machine
+from deployment.servers.nginx import HOST
+from helpers.running import LIMIT, PROJECTS, ROOT, blocks, needs, run, wait_for
 
 PAGE = "docs/operations.md"
 LITESTREAM = "docs/litestream.md"

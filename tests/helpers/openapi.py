@@ -93,12 +93,12 @@ def check_text(text, schema, where):
 
 
 def check_body(body, schema, where):
-    """Fails with the member that is wrong."""
+    """Fails with the field that is wrong."""
     # The validator takes no lone surrogate, which the service may have to repeat.
     text = json.dumps(body, ensure_ascii=False).encode(errors="replace")
     for error in validator(schema).iter_errors(json.loads(text)):
-        member = "/".join(map(str, error.instance_path))
-        raise AssertionError(f"{where}, member {member!r}: {error.message}")
+        field = "/".join(map(str, error.instance_path))
+        raise AssertionError(f"{where}, field {field!r}: {error.message}")
 
 
 class CheckedClient(FlaskClient):

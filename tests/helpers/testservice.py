@@ -6,7 +6,7 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-from rigs.running import LIMIT, PROJECTS, ROOT, Client, port_of, wait_for
+from helpers.running import LIMIT, PROJECTS, ROOT, Client, port_of, wait_for
 
 HOSTILE = {  # settings of a user, which are not for the service
     "FLASK_DATABASE": "/no/such/folder/theirs.db",
@@ -45,7 +45,7 @@ def copy_service(folder):
     """The service, as a clone has it."""
     for file in [*ROOT.glob("*.py"), ROOT / "openapi.json"]:
         shutil.copy(file, folder)
-    for package in ("engines", "testing"):
+    for package in ("engines", "testservice"):
         shutil.copytree(ROOT / package, folder / package)
 
 

@@ -3,7 +3,7 @@
 import json
 import sqlite3
 
-from rigs.running import POINT
+from helpers.running import POINT
 
 LAYOUT_1 = {
     "SQLite": """
