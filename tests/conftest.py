@@ -24,7 +24,7 @@ from app import create_app
 from auth import digest
 from helpers.openapi import CheckedClient
 from helpers.running import MEMORY, PROJECTS, environment_of, run, store_on, token_on
-from helpers.stores import is_sqlite, raw_on
+from helpers.stores import is_sqlite, plain_sql_on
 
 pytest_plugins = ["testservice.gardening_service.fixtures"]
 if MEMORY:  # a third of the time of tests that write
@@ -73,7 +73,7 @@ def pgserver():
 
 
 @pytest.fixture(scope="session")
-def reused(pgserver):
+def shared_postgresql(pgserver):
     """The URL of a database, and a function that empties it for the next test."""
     from deployment.servers.pgserver import emptying
 
@@ -83,12 +83,12 @@ def reused(pgserver):
 
 
 @pytest.fixture
-def fragile():
+def postgresql_to_break():
     """A PostgreSQL server of the test's own, to be broken."""
     from deployment.servers.pgserver import start_pgserver
 
-    with start_pgserver(fsync="off") as fragile:
-        yield fragile
+    with start_pgserver(fsync="off") as postgresql_to_break:
+        yield postgresql_to_break
 
 
 @pytest.fixture(params=["SQLite", "PostgreSQL"])
@@ -97,7 +97,7 @@ def database(request):
     if request.param == "SQLite":
         yield request.getfixturevalue("path")
     else:
-        database, empty = request.getfixturevalue("reused")
+        database, empty = request.getfixturevalue("shared_postgresql")
         yield database
         empty()
 
@@ -161,27 +161,27 @@ def park(store):
 
 
 @pytest.fixture
-def raw(database):
+def plain_sql(database):
     """A connection of another program, for plain SQL on the same database."""
-    with closing(raw_on(database)) as raw:
-        yield raw
+    with closing(plain_sql_on(database)) as plain_sql:
+        yield plain_sql
 
 
 @pytest.fixture
-def foreign_lock(raw):
+def foreign_lock(plain_sql):
     """A context in which another program lets no account that there is change anything."""
 
     @contextmanager
     def foreign_lock():
-        if is_sqlite(raw):
-            raw.execute("BEGIN IMMEDIATE")
+        if is_sqlite(plain_sql):
+            plain_sql.execute("BEGIN IMMEDIATE")
         else:
-            raw.execute("BEGIN")
-            raw.execute("SELECT * FROM account FOR UPDATE")
+            plain_sql.execute("BEGIN")
+            plain_sql.execute("SELECT * FROM account FOR UPDATE")
         try:
             yield
         finally:
-            raw.execute("ROLLBACK")
+            plain_sql.execute("ROLLBACK")
 
     return foreign_lock
 

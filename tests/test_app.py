@@ -187,7 +187,7 @@ def test_spent_key_is_409(client):
 
 
 @pytest.mark.parametrize("query", ["", "?page=0", "?size=1", "?page=3&size=1000"])
-def test_unchanged_list_is_neither_read_nor_sent(client, project_url, raw, query):
+def test_unchanged_list_is_neither_read_nor_sent(client, project_url, plain_sql, query):
     def ask(tag):
         return client.get(PROJECTS + query, headers={"If-None-Match": tag})
 
@@ -197,9 +197,11 @@ def test_unchanged_list_is_neither_read_nor_sent(client, project_url, raw, query
     changed = ask(old)
     tag = changed.headers["ETag"]
     assert changed.status_code == 200 and tag != old
-    raw.execute("UPDATE project SET location = '{'")  # which no document can hold
+    plain_sql.execute("UPDATE project SET location = '{'")  # which no document can hold
     # A trigger has changed the tag.
-    raw.execute(f"UPDATE account SET revision = '{tag.strip(chr(34)).split('-')[0]}'")
+    plain_sql.execute(
+        f"UPDATE account SET revision = '{tag.strip(chr(34)).split('-')[0]}'"
+    )
     for known in (tag, f"W/{tag}", f'"x", {tag}', "*"):
         answer = ask(known)
         assert (answer.status_code, answer.data) == (304, b"")
@@ -422,8 +424,8 @@ def test_wrong_method_is_told_the_right_ones(client):
     assert set(allowed.split(", ")) == {"GET", "HEAD", "POST"}
 
 
-def test_defect_shows_nothing_of_itself_but_in_the_log(client, raw, caplog):
-    raw.execute("ALTER TABLE project RENAME TO lost")
+def test_defect_shows_nothing_of_itself_but_in_the_log(client, plain_sql, caplog):
+    plain_sql.execute("ALTER TABLE project RENAME TO lost")
     response = client.get(PROJECTS)
     assert response.status_code == 500
     assert response.json["detail"] == "This is a bug in the service; see its log."

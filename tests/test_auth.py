@@ -75,9 +75,9 @@ def test_issued_token_is_valid(command, greet, scheme):
     }
 
 
-def test_only_a_digest_is_kept(command, raw):
+def test_only_a_digest_is_kept(command, plain_sql):
     token = command("token", "create", "ann").stdout.strip()
-    [row] = raw.execute("SELECT * FROM token").fetchall()
+    [row] = plain_sql.execute("SELECT * FROM token").fetchall()
     assert hashlib.sha256(token.encode()).digest() in row
     assert token.removeprefix("gardening_") not in str(row)
 

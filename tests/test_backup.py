@@ -58,7 +58,7 @@ LINE = {"type": "Point", "coordinates": [-122.4410896675, 5e-324]}
 
 
 @pytest.fixture
-def source(store, raw):
+def source(store, plain_sql):
     """Projects of two accounts, with gaps, changes and keys, and tokens, some revoked."""
     for text in TEXTS:
         store.create_project("ann", {"name": text, "postal_code": text})
@@ -74,7 +74,9 @@ def source(store, raw):
         store.add_token("ann", digest(name), 30 if name == "two" else None)
     for id in (2, 4):
         store.revoke_token(id)
-    raw.execute(f"INSERT INTO part VALUES ('z1', '{first_id(store)}', 'zone', 'ann')")
+    plain_sql.execute(
+        f"INSERT INTO part VALUES ('z1', '{first_id(store)}', 'zone', 'ann')"
+    )
     return store
 
 
@@ -418,8 +420,8 @@ def filled(tmp_path_factory):
             store.create_project("bob", {"name": "x" * 500, "location": POINT})
         for name in ("one", "two"):
             store.add_token("ann", digest(name))
-        with closing(sqlite3.connect(folder / "gardening.db")) as raw, raw:
-            raw.execute("INSERT INTO part VALUES ('z', ?, 'zone', 'ann')", [id])
+        with closing(sqlite3.connect(folder / "gardening.db")) as plain_sql, plain_sql:
+            plain_sql.execute("INSERT INTO part VALUES ('z', ?, 'zone', 'ann')", [id])
         backup(store.engine, str(folder / "backup.db"))
     return str(folder / "backup.db")
 
@@ -521,14 +523,14 @@ def test_what_root_creates_belongs_to_the_owner_of_the_folder(tmp_path):
     assert os.stat(database).st_uid == 0  # what is there is left as it is
 
 
-def test_backup_knows_every_table(raw, open_store):
+def test_backup_knows_every_table(plain_sql, open_store):
     """A table that is missing from COLUMNS would be lost in silence."""
     open_store()
-    if is_sqlite(raw):
+    if is_sqlite(plain_sql):
         select = "SELECT name FROM sqlite_schema WHERE type = 'table'"
     else:
         select = "SELECT tablename FROM pg_tables WHERE schemaname = 'public'"
-    tables = {name for (name,) in raw.execute(select)} - {"sqlite_sequence"}
+    tables = {name for (name,) in plain_sql.execute(select)} - {"sqlite_sequence"}
     assert tables == set(COLUMNS)
 
 
@@ -555,16 +557,16 @@ CREATE VIEW account AS SELECT accounts.* FROM accounts, pg_sleep({LONGER})
 
 
 @ON_POSTGRESQL
-def test_restore_may_take_longer_than_a_request(store, raw, filled):
-    raw.execute(SLOW_FILLING)
+def test_restore_may_take_longer_than_a_request(store, plain_sql, filled):
+    plain_sql.execute(SLOW_FILLING)
     restore(store.engine, filled)
     assert [account.name for account in store.list_accounts()] == ["ann", "bob"]
 
 
 @ON_POSTGRESQL
-def test_backup_may_take_longer_than_a_request(store, raw, file):
+def test_backup_may_take_longer_than_a_request(store, plain_sql, file):
     store.create_project("ann", {})
-    raw.execute(SLOW_READING)
+    plain_sql.execute(SLOW_READING)
     backup(store.engine, file)
     with closing(sqlite3.connect(file)) as copy:
         assert copy.execute("SELECT name FROM account").fetchall() == [("ann",)]
@@ -613,8 +615,8 @@ print(getrusage(RUSAGE_SELF).ru_maxrss - before)
 
 
 @ON_POSTGRESQL
-def test_backup_does_not_hold_a_table_in_memory(store, raw, database, file):
-    raw.execute("""INSERT INTO project (id, account, seq, name, created_at, updated_at)
+def test_backup_does_not_hold_a_table_in_memory(store, plain_sql, database, file):
+    plain_sql.execute("""INSERT INTO project (id, account, seq, name, created_at, updated_at)
         SELECT n, 'ann', n, repeat('x', 10000), 1, 1 FROM generate_series(1, 4000) AS n""")
     ended = run(sys.executable, "-c", BACK_UP, database, file)
     assert os.path.getsize(file) > 40_000_000

@@ -188,19 +188,19 @@ def test_accounts_are_listed_with_their_numbers(command, store):
     assert store.list_accounts()[0].changed_at == changed
 
 
-def test_account_is_deleted_with_all_that_is_its_own(command, store, raw):
+def test_account_is_deleted_with_all_that_is_its_own(command, store, plain_sql):
     kept = store.create_project("bob", {}, key="k")
     command("token", "create", "bob")
     id = store.create_project("ann", {}, key="k").id
     store.delete_project("ann", store.create_project("ann", {}, key="spent").id)
-    raw.execute(f"INSERT INTO part VALUES ('p', '{id}', 'zone', 'ann')")
+    plain_sql.execute(f"INSERT INTO part VALUES ('p', '{id}', 'zone', 'ann')")
     command("token", "create", "ann")
     before = store.list_projects("ann").etag
     result = command("account", "delete", "ann", "--yes")
     assert (result.exit_code, result.output) == (0, "")
     for table in ("account", "token", "project", "idempotency_key"):
-        assert "ann" not in str(raw.execute(f"SELECT * FROM {table}").fetchall())
-    assert raw.execute("SELECT * FROM part").fetchall() == []
+        assert "ann" not in str(plain_sql.execute(f"SELECT * FROM {table}").fetchall())
+    assert plain_sql.execute("SELECT * FROM part").fetchall() == []
     assert [account.name for account in store.list_accounts()] == ["bob"]
     assert store.create_project("bob", {}, key="k") == kept
     store.create_project("ann", {}, key="spent")
@@ -225,10 +225,10 @@ def test_account_that_does_not_exist_is_told_before_any_question(command):
     assert refused.stderr == "Error: There is no account ann.\n"
 
 
-def test_defect_keeps_its_traceback(command, raw):
+def test_defect_keeps_its_traceback(command, plain_sql):
     """It is no mistake of the user's."""
     assert command("token", "list").exit_code == 0
-    raw.execute("ALTER TABLE token RENAME COLUMN expires_at TO ends_at")
+    plain_sql.execute("ALTER TABLE token RENAME COLUMN expires_at TO ends_at")
     result = command("token", "list")
     assert not isinstance(result.exception, SystemExit)
 

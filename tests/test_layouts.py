@@ -9,7 +9,7 @@ from engines.base import Unavailable
 from engines.tables import LAYOUT
 from helpers.layouts import lay_out
 from helpers.running import ON_POSTGRESQL, POINT, at_once
-from helpers.stores import is_sqlite, raw_on
+from helpers.stores import is_sqlite, plain_sql_on
 from store import KeyReused
 
 OLDER = range(1, LAYOUT)
@@ -24,17 +24,17 @@ def layout(request):
 
 
 @pytest.fixture
-def older(layout, raw):
+def older(layout, plain_sql):
     """The database as a release with an older layout left it."""
-    lay_out(raw, layout)
-    return raw
+    lay_out(plain_sql, layout)
+    return plain_sql
 
 
-def projects(raw):
+def projects(plain_sql):
     columns = (
         "id, account, seq, name, created_at, updated_at, version, postal_code, location"
     )
-    rows = raw.execute(f"SELECT {columns} FROM project ORDER BY account, seq")
+    rows = plain_sql.execute(f"SELECT {columns} FROM project ORDER BY account, seq")
     return rows.fetchall()
 
 
@@ -53,15 +53,15 @@ UNION ALL SELECT 'marks', application_id, user_version, NULL, NULL, NULL, NULL
     FROM pragma_application_id, pragma_user_version"""
 
 
-def structure(raw):
+def structure(plain_sql):
     """What the database has: tables, columns, references, indexes, marks.
 
     And SQLite's triggers. Those of PostgreSQL are for processes of an older release.
     """
-    if is_sqlite(raw):
+    if is_sqlite(plain_sql):
         return {
             tuple(" ".join(str(each).split()) for each in row)
-            for row in raw.execute(SQLITE_STRUCTURE)
+            for row in plain_sql.execute(SQLITE_STRUCTURE)
         }
     select = """SELECT table_name, column_name, data_type, is_nullable, column_default,
             NULL
@@ -71,7 +71,7 @@ def structure(raw):
         UNION ALL SELECT obj_description('project'::regclass), conname,
             pg_get_constraintdef(oid), NULL, NULL, NULL
         FROM pg_constraint WHERE connamespace = 'public'::regnamespace"""
-    return set(raw.execute(select).fetchall())
+    return set(plain_sql.execute(select).fetchall())
 
 
 def test_older_database_is_brought_up_to_date(older, open_store, layout):
@@ -120,14 +120,14 @@ def test_account_that_lost_its_last_project_is_brought_up_to_date(older, open_st
 
 @pytest.mark.parametrize("layout", [*OLDER, LAYOUT])
 def test_database_that_was_brought_up_to_date_is_like_a_new_one(
-    raw, layout, open_store, database_of, create_store_on
+    plain_sql, layout, open_store, database_of, create_store_on
 ):
-    lay_out(raw, layout)
+    lay_out(plain_sql, layout)
     open_store()
-    new_database = database_of("SQLite" if is_sqlite(raw) else "PostgreSQL")
+    new_database = database_of("SQLite" if is_sqlite(plain_sql) else "PostgreSQL")
     create_store_on(new_database)
-    with closing(raw_on(new_database)) as new:
-        assert structure(raw) == structure(new), ADVICE
+    with closing(plain_sql_on(new_database)) as new:
+        assert structure(plain_sql) == structure(new), ADVICE
         assert "part_project" in str(structure(new))  # the index
 
 
@@ -163,28 +163,28 @@ MARKS = {
 
 @pytest.mark.parametrize(("reason", "marks"), MARKS.items(), ids=MARKS)
 def test_database_of_another_program_or_a_newer_release_is_refused(
-    open_store, open_store_on, database, raw, reason, marks
+    open_store, open_store_on, database, plain_sql, reason, marks
 ):
     open_store().create_project("ann", {})
-    raw.execute(marks[not is_sqlite(raw)])
-    before = structure(raw), projects(raw)
+    plain_sql.execute(marks[not is_sqlite(plain_sql)])
+    before = structure(plain_sql), projects(plain_sql)
     store = open_store_on(database)
     for _ in range(2):  # as if the first refusal had prepared it
         with pytest.raises(Unavailable, match=reason):
             store.create_project("ann", {})
-    assert (structure(raw), projects(raw)) == before
+    assert (structure(plain_sql), projects(plain_sql)) == before
 
 
-def test_database_with_foreign_tables_is_left_alone(open_store, raw):
-    raw.execute("CREATE TABLE theirs (id int)")
-    if is_sqlite(raw):
-        raw.execute("PRAGMA user_version = 1")  # that of many a program
+def test_database_with_foreign_tables_is_left_alone(open_store, plain_sql):
+    plain_sql.execute("CREATE TABLE theirs (id int)")
+    if is_sqlite(plain_sql):
+        plain_sql.execute("PRAGMA user_version = 1")  # that of many a program
         count = "SELECT count(*) FROM sqlite_schema"
     else:
         count = "SELECT count(*) FROM pg_tables WHERE schemaname = 'public'"
     with pytest.raises(Unavailable, match="made by another program"):
         open_store()
-    assert raw.execute(count).fetchall() == [(1,)]
+    assert plain_sql.execute(count).fetchall() == [(1,)]
 
 
 # How releases 1.2.0 to 2.1.0 create and delete on PostgreSQL.

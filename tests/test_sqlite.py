@@ -14,16 +14,24 @@ import pytest
 
 from engines.base import Breaker, OutcomeUnknown, Unavailable
 from engines.sqlite import Connection, SQLite
-from helpers.running import LIMIT, NEEDS_ROOT, at_once, needs, run, soon, wait_for
+from helpers.running import (
+    LIMIT,
+    NEEDS_ROOT,
+    at_once,
+    needs,
+    retry_while_unavailable,
+    run,
+    wait_for,
+)
 from helpers.stores import (
-    VAIN,
-    done_after,
+    REFUSED_BY_BREAKER,
     fails,
     lasts,
     listed,
     open_files,
     read,
     refusal,
+    result_after_unlock,
 )
 from store import Store
 
@@ -70,10 +78,10 @@ def attempt(path, script, *tracer):
 # Its statements
 
 
-def test_page_costs_the_same_however_many_projects_there_are(store, raw):
+def test_page_costs_the_same_however_many_projects_there_are(store, plain_sql):
     """Counted in steps of SQLite's virtual machine."""
     for account, count in [("few", 100), ("many", 20_000)]:
-        raw.execute(
+        plain_sql.execute(
             """WITH RECURSIVE n(seq) AS (SELECT 1 UNION ALL SELECT seq + 1 FROM n
                 WHERE seq < ?)
             INSERT INTO project (id, account, seq, created_at, updated_at)
@@ -84,9 +92,9 @@ def test_page_costs_the_same_however_many_projects_there_are(store, raw):
     def steps(account, after):
         values = {"account": account, "size": 20, "after": after, "offset": 0}
         counted = []
-        raw.set_progress_handler(lambda: counted.append(1), 1)
-        raw.execute(SQLite.LIST, values).fetchall()
-        raw.set_progress_handler(None, 0)
+        plain_sql.set_progress_handler(lambda: counted.append(1), 1)
+        plain_sql.execute(SQLite.LIST, values).fetchall()
+        plain_sql.set_progress_handler(None, 0)
         return len(counted)
 
     assert steps("many", 0) < 1.1 * steps("few", 0)
@@ -138,9 +146,9 @@ def test_stores_may_create_a_missing_file_at_once(tmp_path, open_store_on):
             store.close()
 
 
-def test_file_is_durable_and_private(store, path, raw):
+def test_file_is_durable_and_private(store, path, plain_sql):
     store.create_project("ann", {})
-    assert raw.execute("PRAGMA journal_mode").fetchall() == [("wal",)]
+    assert plain_sql.execute("PRAGMA journal_mode").fetchall() == [("wal",)]
     for suffix in ("", "-lock", "-wal"):
         assert os.stat(path + suffix).st_mode & 0o777 == 0o600
 
@@ -214,10 +222,10 @@ def test_lost_file_is_unavailable_and_not_replaced(store, park, path, is_idle):
 
 @pytest.mark.parametrize("first", ["check", "write"])
 def test_replaced_file_is_not_used_until_a_restart(
-    store, open_store, park, path, raw, first
+    store, open_store, park, path, plain_sql, first
 ):
     """Not even by a write over a connection that is idle, before anybody has looked."""
-    raw.execute("VACUUM INTO ?", [f"{path}-copy"])
+    plain_sql.execute("VACUUM INTO ?", [f"{path}-copy"])
     os.rename(f"{path}-copy", path)
     uses = [store.check, lambda: store.update_project("ann", park.id, {})]
     for use in uses if first == "check" else reversed(uses):
@@ -265,7 +273,9 @@ def test_memory_is_shared_by_threads_and_by_nobody_else(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("key", [None, "k"])
 def test_writers_queue_in_the_lock_file(store, park, path, key):
-    done_after(hold_queue(path), path, lambda: store.create_project("ann", {}, key))
+    result_after_unlock(
+        hold_queue(path), path, lambda: store.create_project("ann", {}, key)
+    )
     assert len(listed(store)) == 2
 
 
@@ -288,10 +298,10 @@ def test_stuck_queue_is_waited_for_once_and_then_looked_at(
             assert re.match("still locked: |other writers take too long", each.reason)
             assert 2.5 <= each.seconds < 3.5
         for each in at_once(lambda _: refusal(store), 3):
-            assert each.reason == VAIN and each.seconds < 0.5
+            assert each.reason == REFUSED_BY_BREAKER and each.seconds < 0.5
         for reader in store, open_store_on(path):
             assert reader.get_project("ann", park.id) == park
-    soon(store.create_project, "ann", {})
+    retry_while_unavailable(store.create_project, "ann", {})
     with hold_queue(path):
         assert refusal(store).seconds >= 2.5
 
@@ -300,7 +310,7 @@ def test_foreign_lock_is_waited_for_by_one_writer_at_a_time(store, park, foreign
     def refusals():
         """Of four writers, as soon as one of them may try again."""
         found = sorted(at_once(lambda _: refusal(store), 4))
-        return found[-1].reason != VAIN and found
+        return found[-1].reason != REFUSED_BY_BREAKER and found
 
     with foreign_lock():
         first, second = refusal(store), refusal(store)
@@ -310,7 +320,7 @@ def test_foreign_lock_is_waited_for_by_one_writer_at_a_time(store, park, foreign
         assert max(second, *others).seconds < 0.5
         assert store.get_project("ann", park.id) == park
     with lasts(0, 5):  # which is what a client waits who obeys Retry-After
-        soon(store.create_project, "ann", {})
+        retry_while_unavailable(store.create_project, "ann", {})
     with foreign_lock():
         assert refusal(store).seconds >= 1
 
@@ -321,29 +331,29 @@ def test_writer_that_did_not_have_to_wait_lets_the_next_one_try(
     with foreign_lock():
         assert refusal(store).reason.startswith("database is locked")
     os.rename(path, f"{path}-away")
-    wait_for(lambda: refusal(store).reason != VAIN)
+    wait_for(lambda: refusal(store).reason != REFUSED_BY_BREAKER)
     os.rename(f"{path}-away", path)
     assert len(listed(store)) == 1
     store.create_project("ann", {})
 
 
-def test_lock_that_stops_readers_is_waited_for_once(store, park, raw):
-    raw.execute("PRAGMA locking_mode = EXCLUSIVE")
+def test_lock_that_stops_readers_is_waited_for_once(store, park, plain_sql):
+    plain_sql.execute("PRAGMA locking_mode = EXCLUSIVE")
     store.close()  # or the other program could not have it alone
-    raw.execute("UPDATE account SET revision = 'r'")
-    for at_least, reason in [(1, "database is locked"), (0, VAIN)]:
+    plain_sql.execute("UPDATE account SET revision = 'r'")
+    for at_least, reason in [(1, "database is locked"), (0, REFUSED_BY_BREAKER)]:
         with lasts(at_least, at_least + 1), fails(Unavailable, reason):
             store.get_project("ann", park.id)
-    raw.close()
-    assert soon(store.get_project, "ann", park.id) == park
+    plain_sql.close()
+    assert retry_while_unavailable(store.get_project, "ann", park.id) == park
 
 
-def test_attempt_that_does_not_end_keeps_the_others_away_for_seconds():
+def test_half_open_breaker_admits_one_caller_in_five_seconds():
     breaker = Breaker(pause=0)
     breaker.open()
     breaker.admit()
     with lasts(4):
-        soon(lambda: breaker.admit() is None)
+        retry_while_unavailable(lambda: breaker.admit() is None)
 
 
 # Faults

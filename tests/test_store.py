@@ -13,7 +13,7 @@ import pytest
 
 from engines.base import Unavailable
 from helpers.running import POINT, ROOT, at_once, run
-from helpers.stores import done_after, is_sqlite, listed, open_files, read
+from helpers.stores import is_sqlite, listed, open_files, read, result_after_unlock
 from schemas import MAX_PAGE
 from store import (
     KeyReused,
@@ -165,23 +165,23 @@ def test_change_whose_condition_holds_is_made(store, park, condition):
     assert listed(store) == []
 
 
-def test_etag_does_not_return_after_a_restored_backup(open_store, raw):
+def test_etag_does_not_return_after_a_restored_backup(open_store, plain_sql):
     times = [1000.0]
     store = open_store(clock=lambda: times[0])
     id = store.create_project("ann", {"name": "Park"}).id
     seen = store.update_project("ann", id, {"name": "Wood"})
-    raw.execute("UPDATE project SET version = 1, name = 'Park'")
+    plain_sql.execute("UPDATE project SET version = 1, name = 'Park'")
     times[0] += 0.001
     assert store.update_project("ann", id, {"name": "Lake"}).etag != seen.etag
 
 
-def test_delete_takes_along_what_belongs_to_the_project(store, raw):
+def test_delete_takes_along_what_belongs_to_the_project(store, plain_sql):
     ids = [store.create_project("ann", {}).id for _ in range(2)]
-    raw.execute(
+    plain_sql.execute(
         "INSERT INTO part SELECT 'part of ' || id, id, 'region', 'ann' FROM project"
     )
     store.delete_project("ann", ids[0])
-    parts = raw.execute("SELECT id FROM part").fetchall()
+    parts = plain_sql.execute("SELECT id FROM part").fetchall()
     assert parts == [(f"part of {ids[1]}",)]
 
 
@@ -204,16 +204,18 @@ def test_key_with_other_members_is_refused(store, fields):
     assert listed(store) == [read(first)]
 
 
-def test_key_and_its_members_are_kept_as_in_every_release(store, raw):
+def test_key_and_its_members_are_kept_as_in_every_release(store, plain_sql):
     store.create_project("ann", {"name": "Park"}, key="k")
     store.create_project("ann", {})
-    [row] = raw.execute("SELECT account, key, digest FROM idempotency_key").fetchall()
+    [row] = plain_sql.execute(
+        "SELECT account, key, digest FROM idempotency_key"
+    ).fetchall()
     text = b'{"name": "Park", "postal_code": null, "location": null}'
     assert row[:2] == ("ann", "k")
     assert bytes(row[2]) == hashlib.sha256(text).digest()
 
 
-def test_other_keys_accounts_and_none_make_other_projects(store):
+def test_idempotency_key_is_per_account(store):
     calls = [("ann", "k"), ("ann", "K"), ("bob", "k"), ("an", "nk"), ("annk", "")]
 
     def create(number):
@@ -255,12 +257,12 @@ def test_key_of_a_deleted_project_is_spent(store):
     store.create_project("bob", {}, key="k")
 
 
-def test_failed_create_leaves_its_key_free(store, raw):
+def test_failed_create_leaves_its_key_free(store, plain_sql):
     """The key is claimed in the same transaction."""
-    raw.execute("ALTER TABLE project RENAME TO away")
+    plain_sql.execute("ALTER TABLE project RENAME TO away")
     with pytest.raises(Exception, match="project"):
         store.create_project("ann", {}, key="k")
-    raw.execute("ALTER TABLE away RENAME TO project")
+    plain_sql.execute("ALTER TABLE away RENAME TO project")
     store.close()  # PostgreSQL's prepared statements
     store.create_project("ann", {}, key="k")
     assert len(listed(store)) == 1
@@ -270,7 +272,7 @@ def test_same_key_at_once_makes_one_project(store, park, foreign_lock, database)
     def create(number):
         return store.create_project("ann", {"name": "Lake"}, key="k")
 
-    results = done_after(foreign_lock(), database, lambda: at_once(create, 16))
+    results = result_after_unlock(foreign_lock(), database, lambda: at_once(create, 16))
     assert results == [results[0]] * 16
     assert listed(store) == [read(park), read(results[0])]
 
@@ -289,12 +291,12 @@ def test_list_is_in_order_of_creation_and_of_one_account(store):
         assert (page["projectList"], page["total"]) == ([], 0)
 
 
-def test_order_of_creation_outlives_changes_of_the_rows(store, raw):
+def test_order_of_creation_outlives_changes_of_the_rows(store, plain_sql):
     """PostgreSQL moves a changed row, and reads a small table as it lies there."""
     ids = [store.create_project("ann", {"name": str(n)}).id for n in range(30)]
     for id in ids[::3]:
         store.update_project("ann", id, {"name": "x" * 500})
-    raw.execute("ANALYZE")
+    plain_sql.execute("ANALYZE")
     assert [project["id"] for project in listed(store)] == ids
     page = read(store.list_projects("ann", Page(1, 7)))
     assert [project["id"] for project in page["projectList"]] == ids[7:14]
@@ -314,7 +316,7 @@ def test_pages_part_the_list(store):
         assert (page["page"], page["size"], page["total"]) == (number, 2, 5)
 
 
-def test_total_is_exact_however_many_writers_there_are(store, park, raw):
+def test_total_is_exact_however_many_writers_there_are(store, park, plain_sql):
     def write(number):
         made = [store.create_project("ann", {}).id for _ in range(4)]
         with suppress(NotFound):
@@ -329,7 +331,7 @@ def test_total_is_exact_however_many_writers_there_are(store, park, raw):
     at_once(write, 8)
     counted = "SELECT account, count(*) FROM project GROUP BY account ORDER BY account"
     kept = "SELECT name, projects FROM account ORDER BY name"
-    assert raw.execute(kept).fetchall() == raw.execute(counted).fetchall()
+    assert plain_sql.execute(kept).fetchall() == plain_sql.execute(counted).fetchall()
 
 
 def test_list_etag_changes_with_each_change_and_never_returns(store):
@@ -349,7 +351,7 @@ def test_list_etag_changes_with_each_change_and_never_returns(store):
     assert len(set(seen)) == len(seen) == 26
 
 
-def test_list_etag_does_not_return_after_a_restored_backup(store, raw):
+def test_list_etag_does_not_return_after_a_restored_backup(store, plain_sql):
     def change():
         id = store.create_project("ann", {"name": "Park"}).id
         seen = etags(store)
@@ -360,14 +362,14 @@ def test_list_etag_does_not_return_after_a_restored_backup(store, raw):
 
     store.create_project("ann", {})
     backup = {  # in this order, since a trigger changes the account
-        table: raw.execute(f"SELECT * FROM {table}").fetchall()
+        table: plain_sql.execute(f"SELECT * FROM {table}").fetchall()
         for table in ("project", "account")
     }
     lost = change()
     for table, [row] in backup.items():
-        raw.execute(f"DELETE FROM {table}")
-        marks = ", ".join(["?" if is_sqlite(raw) else "%s"] * len(row))
-        raw.execute(f"INSERT INTO {table} VALUES ({marks})", row)
+        plain_sql.execute(f"DELETE FROM {table}")
+        marks = ", ".join(["?" if is_sqlite(plain_sql) else "%s"] * len(row))
+        plain_sql.execute(f"INSERT INTO {table} VALUES ({marks})", row)
     assert not set(change()) & set(lost)
 
 
@@ -484,7 +486,9 @@ def test_one_of_many_conditional_updates_wins(store):
 
 
 def test_writer_waits_for_a_short_foreign_lock(store, park, foreign_lock, database):
-    done_after(foreign_lock(), database, lambda: store.create_project("ann", {}))
+    result_after_unlock(
+        foreign_lock(), database, lambda: store.create_project("ann", {})
+    )
     assert len(listed(store)) == 2
 
 
@@ -515,35 +519,37 @@ def test_memory_can_be_used_after_a_fork():
     assert run(sys.executable, "-c", script, environment=WITH_RIGS).stdout == ""
 
 
-def test_fork_takes_no_connection_along(store, database, raw):
+def test_fork_takes_no_connection_along(store, database, plain_sql):
     """On SQLite not even the file: the child would hold none of the locks that it has."""
     told = run(sys.executable, "-c", FORK, database, environment=WITH_RIGS).stdout
     reason = f"a parent of this process has opened it: {database}\n"
-    assert told == (reason if is_sqlite(raw) else "")
-    assert len(listed(store)) == (2 if is_sqlite(raw) else 3)
+    assert told == (reason if is_sqlite(plain_sql) else "")
+    assert len(listed(store)) == (2 if is_sqlite(plain_sql) else 3)
 
 
 EMPTY = "^the database is empty; a start of the service creates its tables"
 
 
 def test_empty_database_gets_its_tables_from_nothing_but_create(
-    database, open_store_on, raw
+    database, open_store_on, plain_sql
 ):
     store = open_store_on(database)
     for use in (store.check, store.list_accounts, lambda: store.revoke_token(1)):
         with pytest.raises(Unavailable, match=EMPTY):
             use()
     tables = (
-        "sqlite_schema" if is_sqlite(raw) else "pg_tables WHERE schemaname='public'"
+        "sqlite_schema"
+        if is_sqlite(plain_sql)
+        else "pg_tables WHERE schemaname='public'"
     )
-    assert raw.execute(f"SELECT * FROM {tables}").fetchall() == []
+    assert plain_sql.execute(f"SELECT * FROM {tables}").fetchall() == []
     open_store_on(database).create_database()
     store.check()
 
 
-def test_check_reads_the_database(store, raw):
+def test_check_reads_the_database(store, plain_sql):
     store.check()
-    raw.execute("ALTER TABLE token RENAME TO away")
+    plain_sql.execute("ALTER TABLE token RENAME TO away")
     store.close()  # PostgreSQL's prepared statements
     with pytest.raises(Exception, match="token"):
         store.check()

@@ -32,8 +32,8 @@ from helpers.running import (
     TWO_WORKERS,
     environment_of,
     gunicorn,
+    retry_while_unavailable,
     run,
-    soon,
     store_on,
     token_on,
 )
@@ -180,7 +180,7 @@ def test_node_that_is_down_takes_only_its_accounts_along(cluster, nodes, client_
     finally:
         lost.invoke("pg_ctl", "start")
     with closing(store_on(nodes[0])) as store:
-        soon(store.add_token, "ann", b"new")
+        retry_while_unavailable(store.add_token, "ann", b"new")
     assert clients[0].get(PROJECTS).json == [before[0]]
 
 
@@ -247,8 +247,8 @@ def issue_everywhere(urls):
 
 def test_filled_database_is_spread_and_moves_to_either_engine(cluster, tmp_path):
     urls = cluster.create_database("older")
-    with psycopg.connect(urls[0], autocommit=True) as raw:
-        lay_out(raw, 3)
+    with psycopg.connect(urls[0], autocommit=True) as plain_sql:
+        lay_out(plain_sql, 3)
     file, told = str(tmp_path / "backup.db"), []
     with closing(store_on(urls[0])) as store:
         store.create_database()

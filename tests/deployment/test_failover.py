@@ -28,13 +28,13 @@ from helpers.running import (
     token_on,
     wait_for,
 )
-from helpers.stores import VAIN, fails, lasts, refusal
+from helpers.stores import REFUSED_BY_BREAKER, fails, lasts, refusal
 from store import Page
 
 
 @pytest.mark.parametrize("mode", ["fast", "immediate"])
-def test_restart_is_noticed_before_a_request_fails(fragile, mode):
-    database = fragile.database_url("postgres")
+def test_restart_is_noticed_before_a_request_fails(postgresql_to_break, mode):
+    database = postgresql_to_break.database_url("postgres")
     token = token_on(database)
     # A worker that starts meanwhile would give up, and gunicorn with it.
     with gunicorn(environment_of(database), TWO_WORKERS, "--preload") as (_, port):
@@ -48,21 +48,23 @@ def test_restart_is_noticed_before_a_request_fails(fragile, mode):
         with ThreadPoolExecutor(8) as clients:
             list(clients.map(work, range(8)))
             assert backends(database)
-            fragile.invoke("pg_ctl", "restart", "-m", mode)
+            postgresql_to_break.invoke("pg_ctl", "restart", "-m", mode)
             list(clients.map(work, range(8)))
 
 
-def test_lost_connection_takes_the_idle_ones_along(fragile, create_store_on):
+def test_lost_connection_takes_the_idle_ones_along(
+    postgresql_to_break, create_store_on
+):
     """Else each of them would be tried for 5 s, and leave a write in doubt."""
-    database = fragile.database_url("postgres")
+    database = postgresql_to_break.database_url("postgres")
     store = create_store_on(database)
     at_once(lambda _: store.engine.read("SELECT pg_sleep(0.5)", {}), 4)
     assert len(backends(database)) > 1
-    with silence(fragile, database):
+    with silence(postgresql_to_break, database):
         with fails(OutcomeUnknown):
             store.create_project("ann", {})
         with lasts(0, 4):
-            wait_for(lambda: refusal(store).reason != VAIN)
+            wait_for(lambda: refusal(store).reason != REFUSED_BY_BREAKER)
 
 
 @pytest.mark.parametrize(("default", "key"), [("off", None), ("local", "key")])
@@ -85,7 +87,7 @@ def test_commit_without_its_standby_is_in_doubt(create_store_on, default, key):
                 write.result(LIMIT)
             with (
                 lasts(0, 1),
-                fails(Unavailable, VAIN),
+                fails(Unavailable, REFUSED_BY_BREAKER),
             ):
                 store.create_project("bob", {})
         etag, document, *_ = store.list_projects("ann", Page(0, 1))
@@ -103,9 +105,9 @@ class Answer(NamedTuple):
     path: str
 
 
-def test_silent_server_does_not_make_everybody_wait_in_turn(fragile):
+def test_silent_server_does_not_make_everybody_wait_in_turn(postgresql_to_break):
     """60 clients of 2 processes with 2 threads each."""
-    database = fragile.database_url("postgres")
+    database = postgresql_to_break.database_url("postgres")
     token = token_on(database)
     answers, ended = [], threading.Event()
 
@@ -129,7 +131,7 @@ def test_silent_server_does_not_make_everybody_wait_in_turn(fragile):
         works = [clients.submit(work, number) for number in range(60)]
         try:
             wait_for(lambda: len(answers) > 200)
-            with silence(fragile, database):
+            with silence(postgresql_to_break, database):
                 begin = time.monotonic()
                 wait_for(lambda: len(called_after(begin + 6)) > 300)
                 silent, late = called_after(begin), called_after(begin + 6)

@@ -179,7 +179,7 @@ def test_history_on_sqlite(path):
         assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
 
 
-def test_history_on_postgresql(fragile):
+def test_history_on_postgresql(postgresql_to_break):
     """With a synchronous standby, which takes over in the middle."""
     from deployment.servers.pgserver import BACKENDS
 
@@ -200,18 +200,18 @@ def test_history_on_postgresql(fragile):
         server[0].invoke("pg_ctl", "start")
 
     def fail_over():
-        if server == [fragile]:
+        if server == [postgresql_to_break]:
             state = "SELECT sync_state FROM pg_stat_replication"
-            wait_for(lambda: fragile.execute(state) == [("sync",)])
-            fragile.kill()
+            wait_for(lambda: postgresql_to_break.execute(state) == [("sync",)])
+            postgresql_to_break.kill()
             standby.invoke("pg_ctl", "promote")
             server[:] = [standby]
 
-    with fragile.standby() as standby:
+    with postgresql_to_break.standby() as standby:
         standby.configure(wal_retrieve_retry_interval="50ms")  # after a crash; else 5 s
         standby.invoke("pg_ctl", "reload")
-        server = [fragile]
-        hosts = f"127.0.0.1:{standby.port},127.0.0.1:{fragile.port}"
+        server = [postgresql_to_break]
+        hosts = f"127.0.0.1:{standby.port},127.0.0.1:{postgresql_to_break.port}"
         database = f"postgresql://postgres@{hosts}/postgres"
         with Services(database) as two:
             faults = two.kill_a_worker, two.reload, terminate, crash, fail_over

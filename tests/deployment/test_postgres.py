@@ -26,7 +26,15 @@ from deployment.servers.pgserver import (
 from engines.base import OutcomeUnknown, Unavailable
 from engines.postgres import TIMEOUT, PostgreSQL
 from helpers.layouts import lay_out
-from helpers.running import BIN, LIMIT, at_once, environment_of, run, soon, wait_for
+from helpers.running import (
+    BIN,
+    LIMIT,
+    at_once,
+    environment_of,
+    retry_while_unavailable,
+    run,
+    wait_for,
+)
 from helpers.stores import fails, lasts
 from store import NotFound, Page, Precondition, Stale, Store
 
@@ -225,9 +233,9 @@ def test_write_whose_process_is_ended_was_not_made(database, create_store_on):
 
 
 def test_write_whose_process_is_killed_is_in_doubt_but_not_before_its_commit(
-    fragile, create_store_on
+    postgresql_to_break, create_store_on
 ):
-    database = fragile.database_url("postgres")
+    database = postgresql_to_break.database_url("postgres")
     store = create_store_on(database)
     id = store.create_project("ann", {}).id
     with (
@@ -244,7 +252,7 @@ def test_write_whose_process_is_killed_is_in_doubt_but_not_before_its_commit(
         with fails(Unavailable):
             keyed.result(LIMIT)
     # The server restarts by itself.
-    project = soon(store.get_project, "ann", id)
+    project = retry_while_unavailable(store.get_project, "ann", id)
     assert json.loads(project.document)["name"] in (None, "x")
 
 
@@ -274,7 +282,7 @@ def test_stopped_server_holds_nobody_up(
             work.result(LIMIT)
     with lasts(0, 5):  # which is what a client waits who obeys Retry-After
         for store in reader, writer, newcomer:
-            assert soon(store.get_project, "ann", id).id == id
+            assert retry_while_unavailable(store.get_project, "ann", id).id == id
 
 
 def test_server_that_falls_silent_after_the_login_is_given_up(
@@ -315,8 +323,8 @@ def test_each_connection_has_the_limit_of_a_request(database, create_store_on):
 
 
 def test_upgrade_may_take_longer_than_a_request(database, open_store_on):
-    with psycopg.connect(database, autocommit=True) as raw:
-        lay_out(raw, 1)
+    with psycopg.connect(database, autocommit=True) as plain_sql:
+        lay_out(plain_sql, 1)
     with psycopg.connect(database) as other, ThreadPoolExecutor() as pool:
         other.execute("LOCK TABLE account")
         first_use = pool.submit(open_store_on(database).list_accounts)

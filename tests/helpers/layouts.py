@@ -163,13 +163,13 @@ COUNT = """UPDATE account
     SET projects = (SELECT count(*) FROM project AS p WHERE p.account = account.name)"""
 
 
-def lay_out(raw, layout):
+def lay_out(plain_sql, layout):
     """Fill an empty database as a release with this layout did."""
     engine, digests = "PostgreSQL", (r"'\x01'", r"'\x02'")
-    execute = raw.execute
-    if isinstance(raw, sqlite3.Connection):
-        raw.execute("PRAGMA journal_mode = WAL")
-        engine, digests, execute = "SQLite", ("x'01'", "x'02'"), raw.executescript
+    execute = plain_sql.execute
+    if isinstance(plain_sql, sqlite3.Connection):
+        plain_sql.execute("PRAGMA journal_mode = WAL")
+        engine, digests, execute = "SQLite", ("x'01'", "x'02'"), plain_sql.executescript
     assert layout <= len(LAYOUTS), "Add the step to LAYOUTS."
     for step in LAYOUTS[:layout]:
         execute(step[engine])

@@ -266,7 +266,7 @@ def wait_for(condition):
     return found
 
 
-def soon(method, *arguments):
+def retry_while_unavailable(method, *arguments):
     """What it returns once the database is no longer left alone."""
 
     def attempt():

@@ -13,7 +13,7 @@ import pytest
 from engines.base import Unavailable
 from helpers.running import LIMIT, openings, wait_for
 
-VAIN = "another caller has just waited in vain"
+REFUSED_BY_BREAKER = "another caller has just waited in vain"
 ANSWER = 6  # seconds within which the service answers, whatever happens
 
 
@@ -27,7 +27,7 @@ def listed(store, account="ann"):
     return read(store.list_projects(account))
 
 
-def raw_on(database):
+def plain_sql_on(database):
     """A connection for plain SQL, each statement a transaction."""
     if database.startswith("postgresql://"):
         import psycopg
@@ -36,8 +36,8 @@ def raw_on(database):
     return sqlite3.connect(database, isolation_level=None)
 
 
-def is_sqlite(raw):
-    return isinstance(raw, sqlite3.Connection)
+def is_sqlite(plain_sql):
+    return isinstance(plain_sql, sqlite3.Connection)
 
 
 def open_files():
@@ -53,7 +53,7 @@ def count_waiters(database):
     return openings(f"{database}-lock")
 
 
-def done_after(lock, database, work):
+def result_after_unlock(lock, database, work):
     """What `work()` returns: it begins under the lock, and waits for its end."""
     with ThreadPoolExecutor() as pool:
         with lock:
