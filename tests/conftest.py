@@ -103,51 +103,29 @@ def database(request):
 
 
 @pytest.fixture
-def database_of(tmp_path, request):
-    """The path or URL of another empty database, of the engine with this name."""
-    with ExitStack() as databases:
-
-        def database_of(engine):
-            if engine == "SQLite":
-                return str(tmp_path / "another.db")
-            pgserver = request.getfixturevalue("pgserver")
-            database = pgserver.create_database()
-            databases.callback(pgserver.drop_database, database)
-            return database
-
-        yield database_of
+def another_database(database, request, tmp_path):
+    """The path or URL of another empty database, of the same engine."""
+    if not database.startswith("postgresql://"):
+        yield str(tmp_path / "another.db")
+    else:
+        pgserver = request.getfixturevalue("pgserver")
+        another = pgserver.create_database()
+        yield another
+        pgserver.drop_database(another)
 
 
 @pytest.fixture
-def open_store_on():
-    """Opens a store on this path or URL, and closes it after the test."""
+def open_store(database):
+    """Creates the database, or brings it up to date, and opens a store on it."""
     with ExitStack() as stores:
-        yield lambda *given: stores.enter_context(closing(store_on(*given)))
 
+        def open_store(database=database, clock=time.time):
+            store = stores.enter_context(closing(store_on(database, clock)))
+            store.create_database()
+            store.close()
+            return store
 
-@pytest.fixture
-def create_store_on(open_store_on):
-    """The same, after the store has created the database."""
-
-    def create_store_on(*given):
-        store = open_store_on(*given)
-        store.create_database()
-        return store
-
-    return create_store_on
-
-
-@pytest.fixture
-def open_store(database, open_store_on):
-    """Opens a store on the database, which has its tables by then."""
-
-    def open_store(clock=time.time):
-        store = open_store_on(database, clock)
-        store.create_database()
-        store.close()
-        return store
-
-    return open_store
+        yield open_store
 
 
 @pytest.fixture

@@ -85,9 +85,15 @@ def first_id(store):
 
 
 @pytest.fixture(params=["SQLite", "PostgreSQL"])
-def target(request, database_of):
+def target(request, tmp_path):
     """Another empty database, one of each engine."""
-    return database_of(request.param)
+    if request.param == "SQLite":
+        yield str(tmp_path / "another.db")
+    else:
+        pgserver = request.getfixturevalue("pgserver")
+        target = pgserver.create_database()
+        yield target
+        pgserver.drop_database(target)
 
 
 @pytest.fixture
@@ -96,8 +102,9 @@ def file(tmp_path):
 
 
 @pytest.fixture
-def open_target(target, open_store_on):
-    return lambda: open_store_on(target)
+def target_store(target):
+    with closing(store_on(target)) as target_store:
+        yield target_store
 
 
 def run_command(database, *arguments, status=0):
@@ -120,45 +127,43 @@ def everything(store):
 
 
 def test_restored_database_is_the_same_and_goes_on(
-    source, database, file, target, open_target
+    source, database, file, target, target_store
 ):
     assert run_command(database, "backup", file) == ""
     told = "Restored: accounts 2, Projects 19, tokens 2.\n"
     assert run_command(target, "restore", file) == told
-    restored = open_target()
-    assert everything(restored) == everything(source)
+    assert everything(target_store) == everything(source)
 
-    assert restored.find_caller(digest("one")) == ("ann", 1)
-    assert restored.find_caller(digest("four")) is None
-    assert restored.add_token("ann", digest("five")) == 4
-    again = restored.create_project("ann", {"name": "kept"}, "key")
+    assert target_store.find_caller(digest("one")) == ("ann", 1)
+    assert target_store.find_caller(digest("four")) is None
+    assert target_store.add_token("ann", digest("five")) == 4
+    again = target_store.create_project("ann", {"name": "kept"}, "key")
     assert again == source.create_project("ann", {"name": "kept"}, "key")
     with pytest.raises(KeyReused):
-        restored.create_project("ann", {}, "key")
+        target_store.create_project("ann", {}, "key")
     with pytest.raises(KeySpent):
-        restored.create_project("ann", {}, "spent")
+        target_store.create_project("ann", {}, "spent")
     for account in "ann", "bob é":
-        assert restored.list_etag(account) != source.list_etag(account)
-        created = restored.create_project(account, {})
-        found = json.loads(restored.list_projects(account).document)
+        assert target_store.list_etag(account) != source.list_etag(account)
+        created = target_store.create_project(account, {})
+        found = json.loads(target_store.list_projects(account).document)
         assert found[-1] == json.loads(created.document)
-    restored.delete_project("ann", first_id(restored))
+    target_store.delete_project("ann", first_id(target_store))
     counts = [account.projects for account in source.list_accounts()]
-    assert [account.projects for account in restored.list_accounts()] == [
+    assert [account.projects for account in target_store.list_accounts()] == [
         counts[0],
         counts[1] + 1,
     ]
 
 
 def test_seq_of_a_deleted_project_is_not_given_again(
-    store, database, file, open_target
+    store, database, file, target_store
 ):
     store.create_project("ann", {})
     store.delete_project("ann", store.create_project("ann", {}).id)
     backup(store.engine, file)
-    restored = open_target()
-    restore(restored.engine, file)
-    for each in store, restored:
+    restore(target_store.engine, file)
+    for each in store, target_store:
         each.create_project("ann", {})
         assert each.list_projects("ann", Page(0, 1)).next_after == 1
         page = each.list_projects("ann", Page(0, 1, 2))
@@ -283,21 +288,20 @@ def test_one_of_many_backups_to_one_file_is_made(source, file):
 
 @pytest.mark.parametrize("what", ["project", "token", "account"])
 def test_database_that_holds_something_is_left_alone(
-    source, database, file, open_target, what
+    source, database, file, target_store, what
 ):
     backup(source.engine, file)
-    taken = open_target()
-    taken.create_database()
+    target_store.create_database()
     if what == "token":
-        taken.add_token("eve", digest("eve's"))
+        target_store.add_token("eve", digest("eve's"))
     else:
-        id = taken.create_project("eve", {}).id
+        id = target_store.create_project("eve", {}).id
         if what == "account":
-            taken.delete_project("eve", id)
-    before = everything(taken)
+            target_store.delete_project("eve", id)
+    before = everything(target_store)
     with pytest.raises(Unavailable, match="^the database to fill is not empty$"):
-        restore(taken.engine, file)
-    assert everything(taken) == before
+        restore(target_store.engine, file)
+    assert everything(target_store) == before
 
 
 RESTORE = f"""
@@ -313,7 +317,7 @@ backup.restore(engine_on(sys.argv[1], ""), sys.argv[2])
 
 
 def test_kill_in_the_middle_leaves_the_database_empty(
-    source, file, target, open_target, tmp_path
+    source, file, target, target_store, tmp_path
 ):
     backup(source.engine, file)
     script = [sys.executable, "-c", RESTORE, target, file]
@@ -322,15 +326,14 @@ def test_kill_in_the_middle_leaves_the_database_empty(
     with subprocess.Popen(script, **options, stdin=pipe, stdout=pipe) as process:
         assert process.stdout.readline() == b"filled\n"
         process.kill()
-    empty = open_target()
 
     def restored():
         with suppress(Unavailable):  # until the server knows that the process is gone
-            restore(empty.engine, file)
+            restore(target_store.engine, file)
             return True
 
     wait_for(restored)
-    assert sum(account.projects for account in empty.list_accounts()) == 19
+    assert sum(account.projects for account in target_store.list_accounts()) == 19
 
 
 # What may be wrong with a backup, and what SQLite's refusal says, or that of PostgreSQL.
@@ -396,16 +399,15 @@ def spoil(file, script):
 
 @pytest.mark.parametrize(("script", "reason"), FAULTS.values(), ids=FAULTS)
 def test_bad_backup_is_refused_in_one_line(
-    filled, target, open_target, tmp_path, script, reason
+    filled, target, target_store, tmp_path, script, reason
 ):
     file = shutil.copy(filled, tmp_path)
     spoil(file, script)
     before = Path(file).read_bytes()
     told = run_command(target, "restore", file, status=1)
     assert re.fullmatch(f"Error: ({reason})[^\n]*: {file}\n", told)
-    empty = open_target()
-    empty.create_database()
-    assert everything(empty)[1:] == ([], [])
+    target_store.create_database()
+    assert everything(target_store)[1:] == ([], [])
     assert Path(file).read_bytes() == before
 
 
@@ -470,19 +472,18 @@ def test_file_that_is_no_backup_is_refused_in_one_line(path, tmp_path):
 
 @pytest.mark.parametrize("layout", range(1, LAYOUT), ids="layout-{}".format)
 def test_backup_of_an_older_release_is_brought_up_to_date(
-    tmp_path, file, open_target, layout
+    tmp_path, file, target_store, layout
 ):
     with closing(sqlite3.connect(tmp_path / "older.db")) as older:
         lay_out(older, layout)
         older.execute("VACUUM INTO ?", [file])
     before = Path(file).read_bytes()
-    restored = open_target()
-    restore(restored.engine, file)
-    accounts = [(a.name, a.projects, a.tokens) for a in restored.list_accounts()]
+    restore(target_store.engine, file)
+    accounts = [(a.name, a.projects, a.tokens) for a in target_store.list_accounts()]
     assert accounts == [("ann", 2, 1), ("bob é", 1, 0), ("eve", 0, 1)]
-    assert restored.list_projects("ann", Page(0, 1, 2)).next_after is None
-    restored.create_project("ann", {}, "key")
-    assert restored.list_projects("ann", Page(0, 1, 2)).next_after == 5
+    assert target_store.list_projects("ann", Page(0, 1, 2)).next_after is None
+    target_store.create_project("ann", {}, "key")
+    assert target_store.list_projects("ann", Page(0, 1, 2)).next_after == 5
     assert Path(file).read_bytes() == before
 
 
@@ -660,18 +661,19 @@ MENDED = {
 
 
 @pytest.mark.parametrize("script", MENDED.values(), ids=MENDED)
-def test_what_is_counted_is_counted_anew(filled, open_target, tmp_path, script):
+def test_what_is_counted_is_counted_anew(filled, target_store, tmp_path, script):
     file = shutil.copy(filled, tmp_path)
     spoil(file, script)
-    restored = open_target()
-    restore(restored.engine, file)
+    restore(target_store.engine, file)
     name = "eve" if "eve" in script else "ann"
-    counts = {account.name: account.projects for account in restored.list_accounts()}
+    counts = {
+        account.name: account.projects for account in target_store.list_accounts()
+    }
     assert counts == {"ann": 0, name: 1, "bob": 60}
     for account, count in ((name, 1), ("bob", 60)):
-        assert len(json.loads(restored.list_projects(account).document)) == count
-        restored.create_project(account, {})
-        assert restored.list_projects(account, Page(0, count)).next_after == count
+        assert len(json.loads(target_store.list_projects(account).document)) == count
+        target_store.create_project(account, {})
+        assert target_store.list_projects(account, Page(0, count)).next_after == count
 
 
 HOSTILE = """
@@ -685,11 +687,11 @@ CREATE TRIGGER endless AFTER UPDATE ON account
 
 
 @pytest.mark.parametrize("layout", range(1, LAYOUT + 1), ids="layout-{}".format)
-def test_nothing_in_a_backup_is_run(tmp_path, file, target, open_target, layout):
+def test_nothing_in_a_backup_is_run(tmp_path, file, target, target_store, layout):
     with closing(sqlite3.connect(tmp_path / "theirs.db")) as theirs:
         lay_out(theirs, layout)
         theirs.executescript(HOSTILE)
         theirs.execute("VACUUM INTO ?", [file])
     # As a command, which has a limit, since one of the triggers never ends.
     run(BIN / "flask", "restore", file, environment=environment_of(target))
-    assert len(open_target().list_tokens()) == 2
+    assert len(target_store.list_tokens()) == 2

@@ -8,7 +8,7 @@ import pytest
 from engines.base import Unavailable
 from engines.tables import LAYOUT
 from helpers.layouts import lay_out
-from helpers.running import ON_POSTGRESQL, POINT, at_once
+from helpers.running import ON_POSTGRESQL, POINT, at_once, store_on
 from helpers.stores import is_sqlite, plain_sql_on
 from store import KeyReused
 
@@ -120,13 +120,12 @@ def test_account_that_lost_its_last_project_is_brought_up_to_date(older, open_st
 
 @pytest.mark.parametrize("layout", [*OLDER, LAYOUT])
 def test_database_that_was_brought_up_to_date_is_like_a_new_one(
-    plain_sql, layout, open_store, database_of, create_store_on
+    plain_sql, layout, open_store, another_database
 ):
     lay_out(plain_sql, layout)
     open_store()
-    new_database = database_of("SQLite" if is_sqlite(plain_sql) else "PostgreSQL")
-    create_store_on(new_database)
-    with closing(plain_sql_on(new_database)) as new:
+    open_store(another_database)
+    with closing(plain_sql_on(another_database)) as new:
         assert structure(plain_sql) == structure(new), ADVICE
         assert "part_project" in str(structure(new))  # the index
 
@@ -163,12 +162,12 @@ MARKS = {
 
 @pytest.mark.parametrize(("reason", "marks"), MARKS.items(), ids=MARKS)
 def test_database_of_another_program_or_a_newer_release_is_refused(
-    open_store, open_store_on, database, plain_sql, reason, marks
+    open_store, database, plain_sql, reason, marks
 ):
     open_store().create_project("ann", {})
     plain_sql.execute(marks[not is_sqlite(plain_sql)])
     before = structure(plain_sql), projects(plain_sql)
-    store = open_store_on(database)
+    store = store_on(database)
     for _ in range(2):  # as if the first refusal had prepared it
         with pytest.raises(Unavailable, match=reason):
             store.create_project("ann", {})

@@ -21,6 +21,7 @@ from helpers.running import (
     needs,
     retry_while_unavailable,
     run,
+    store_on,
     wait_for,
 )
 from helpers.stores import (
@@ -109,15 +110,17 @@ def test_each_connection_syncs_its_commits_and_checks_references(store):
 # Its file
 
 
-def test_missing_file_is_created_by_nothing_but_create(path, open_store_on):
-    store = open_store_on(path)
+def test_missing_file_is_created_by_nothing_but_create(path):
+    store = store_on(path)
     for use in (store.check, lambda: store.create_project("ann", {})):
         with pytest.raises(Unavailable, match=f"^No such file or directory: {path}$"):
             use()
     assert os.listdir(os.path.dirname(path)) == []
-    open_store_on(path).create_database()
-    created = store.create_project("ann", {})
-    assert open_store_on(path).get_project("ann", created.id) == created
+    with closing(store_on(path)) as other:
+        other.create_database()
+        created = store.create_project("ann", {})
+        assert other.get_project("ann", created.id) == created
+    store.close()
 
 
 def test_folder_is_created_only_where_it_may_be(tmp_path):
@@ -130,11 +133,11 @@ def test_folder_is_created_only_where_it_may_be(tmp_path):
     assert os.path.exists(path)
 
 
-def test_stores_may_create_a_missing_file_at_once(tmp_path, open_store_on):
+def test_stores_may_create_a_missing_file_at_once(tmp_path):
     """Often, as a window between two looks at it is small."""
     for number in range(40):
         path = str(tmp_path / f"{number}.db")
-        stores = [open_store_on(path) for _ in range(12)]
+        stores = [store_on(path) for _ in range(12)]
 
         def start(number, stores=stores):
             stores[number].create_database()
@@ -291,15 +294,16 @@ def test_process_that_is_forked_during_a_write_holds_nobody_up(park, path):
 
 
 def test_stuck_queue_is_waited_for_once_and_then_looked_at(
-    store, park, path, open_store_on
+    store, park, path, open_store
 ):
+    newcomer = open_store()
     with hold_queue(path):
         for each in at_once(lambda _: refusal(store), 3):
             assert re.match("still locked: |other writers take too long", each.reason)
             assert 2.5 <= each.seconds < 3.5
         for each in at_once(lambda _: refusal(store), 3):
             assert each.reason == REFUSED_BY_BREAKER and each.seconds < 0.5
-        for reader in store, open_store_on(path):
+        for reader in store, newcomer:
             assert reader.get_project("ann", park.id) == park
     retry_while_unavailable(store.create_project, "ann", {})
     with hold_queue(path):
@@ -360,12 +364,12 @@ def test_half_open_breaker_admits_one_caller_in_five_seconds():
 
 
 @NEEDS_ROOT
-def test_file_that_may_only_be_read_is_unavailable_to_writers(create_store_on):
+def test_file_that_may_only_be_read_is_unavailable_to_writers(open_store):
     # pytest's own folders are for their owner alone.
     with TemporaryDirectory(dir="/var/tmp") as folder:
         os.chmod(folder, 0o711)
         path = f"{folder}/gardening.db"
-        create_store_on(path).create_project("ann", {})
+        open_store(path).create_project("ann", {})
         for suffix in ("", "-wal", "-shm", "-lock"):
             os.chmod(path + suffix, 0o644)
         printed = attempt(path, "os.setuid(65534); print(read(store)); write(store)")
@@ -379,9 +383,8 @@ def test_process_that_may_open_no_more_files_is_unavailable_to_writers(path):
     assert printed == f"Unavailable Too many open files: {path}\n"
 
 
-def test_write_that_failed_before_it_was_sent_was_not_made(path, create_store_on):
+def test_write_that_failed_before_it_was_sent_was_not_made(path, store):
     """The connection itself met the I/O error, since SQLite cannot create the -shm."""
-    create_store_on(path).close()
     printed = attempt(path, "limit(resource.RLIMIT_FSIZE, 0); write(store)")
     assert printed == f"Unavailable disk I/O error: {path}\n"
 

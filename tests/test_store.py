@@ -7,12 +7,12 @@ import os
 import random
 import struct
 import sys
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import pytest
 
 from engines.base import Unavailable
-from helpers.running import POINT, ROOT, at_once, run
+from helpers.running import POINT, ROOT, at_once, run, store_on
 from helpers.stores import is_sqlite, listed, open_files, read, result_after_unlock
 from schemas import MAX_PAGE
 from store import (
@@ -530,10 +530,8 @@ def test_fork_takes_no_connection_along(store, database, plain_sql):
 EMPTY = "^the database is empty; a start of the service creates its tables"
 
 
-def test_empty_database_gets_its_tables_from_nothing_but_create(
-    database, open_store_on, plain_sql
-):
-    store = open_store_on(database)
+def test_empty_database_gets_its_tables_from_nothing_but_create(database, plain_sql):
+    store = store_on(database)
     for use in (store.check, store.list_accounts, lambda: store.revoke_token(1)):
         with pytest.raises(Unavailable, match=EMPTY):
             use()
@@ -543,8 +541,10 @@ def test_empty_database_gets_its_tables_from_nothing_but_create(
         else "pg_tables WHERE schemaname='public'"
     )
     assert plain_sql.execute(f"SELECT * FROM {tables}").fetchall() == []
-    open_store_on(database).create_database()
+    with closing(store_on(database)) as other:
+        other.create_database()
     store.check()
+    store.close()
 
 
 def test_check_reads_the_database(store, plain_sql):

@@ -52,12 +52,10 @@ def test_restart_is_noticed_before_a_request_fails(postgresql_to_break, mode):
             list(clients.map(work, range(8)))
 
 
-def test_lost_connection_takes_the_idle_ones_along(
-    postgresql_to_break, create_store_on
-):
+def test_lost_connection_takes_the_idle_ones_along(postgresql_to_break, open_store):
     """Else each of them would be tried for 5 s, and leave a write in doubt."""
     database = postgresql_to_break.database_url("postgres")
-    store = create_store_on(database)
+    store = open_store(database)
     at_once(lambda _: store.engine.read("SELECT pg_sleep(0.5)", {}), 4)
     assert len(backends(database)) > 1
     with silence(postgresql_to_break, database):
@@ -68,14 +66,14 @@ def test_lost_connection_takes_the_idle_ones_along(
 
 
 @pytest.mark.parametrize(("default", "key"), [("off", None), ("local", "key")])
-def test_commit_without_its_standby_is_in_doubt(create_store_on, default, key):
+def test_commit_without_its_standby_is_in_doubt(open_store, default, key):
     """Even where the server's default is not to wait for it."""
     with (
         ThreadPoolExecutor() as pool,
         start_pgserver(fsync="off", synchronous_commit=default) as primary,
     ):
         database = primary.database_url("postgres")
-        store = create_store_on(database)
+        store = open_store(database)
         with primary.standby() as standby:
             store.create_project("ann", {})
             standby.kill()

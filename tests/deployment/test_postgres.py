@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 
 import click
 import pytest
@@ -33,6 +33,7 @@ from helpers.running import (
     environment_of,
     retry_while_unavailable,
     run,
+    store_on,
     wait_for,
 )
 from helpers.stores import fails, lasts
@@ -40,9 +41,11 @@ from store import NotFound, Page, Precondition, Stale, Store
 
 
 @pytest.fixture
-def database(database_of):
+def database(pgserver):
     """The URL of a database that is nobody else's: a test may change its settings."""
-    return database_of("PostgreSQL")
+    database = pgserver.create_database()
+    yield database
+    pgserver.drop_database(database)
 
 
 @pytest.fixture
@@ -71,7 +74,7 @@ def rows_locked(database):
 
 
 @pytest.mark.parametrize("binaries", BINARIES, ids=lambda path: path.parent.name)
-def test_servers_give_the_documents_of_sqlite(binaries, path, create_store_on):
+def test_servers_give_the_documents_of_sqlite(binaries, path, open_store):
     """Often enough for psycopg to prepare each statement."""
 
     def use(store):
@@ -88,7 +91,7 @@ def test_servers_give_the_documents_of_sqlite(binaries, path, create_store_on):
 
     with start_pgserver(binaries, fsync="off") as old_or_new:
         database = old_or_new.create_database()
-        stores = [create_store_on(each, lambda: now) for each in (database, path)]
+        stores = [open_store(each, lambda: now) for each in (database, path)]
         for now in range(1_800_000_000, 1_800_000_008):
             of_postgresql, of_sqlite = (
                 [re.sub("[0-9a-f]{24}", "ID", str(each)) for each in use(store)]
@@ -100,10 +103,10 @@ def test_servers_give_the_documents_of_sqlite(binaries, path, create_store_on):
 # Starting
 
 
-def test_first_uses_at_once_need_no_default_of_the_server(database, create_store_on):
+def test_first_uses_at_once_need_no_default_of_the_server(database, open_store):
     name, setting = database.rpartition("/")[2], "default_transaction_isolation"
     execute(database, f"ALTER DATABASE {name} SET {setting} = 'serializable'")
-    at_once(lambda _: create_store_on(database).create_project("ann", {}))
+    at_once(lambda _: open_store().create_project("ann", {}))
     assert execute(database, "SELECT created FROM account") == [(8,)]
 
 
@@ -221,8 +224,7 @@ def test_wrong_password_is_refused(plain_user):
 # Faults
 
 
-def test_write_whose_process_is_ended_was_not_made(database, create_store_on):
-    store = create_store_on(database)
+def test_write_whose_process_is_ended_was_not_made(database, store):
     store.create_project("ann", {})
     with rows_locked(database), ThreadPoolExecutor() as pool:
         write = pool.submit(store.create_project, "ann", {})
@@ -233,10 +235,10 @@ def test_write_whose_process_is_ended_was_not_made(database, create_store_on):
 
 
 def test_write_whose_process_is_killed_is_in_doubt_but_not_before_its_commit(
-    postgresql_to_break, create_store_on
+    postgresql_to_break, open_store
 ):
     database = postgresql_to_break.database_url("postgres")
-    store = create_store_on(database)
+    store = open_store(database)
     id = store.create_project("ann", {}).id
     with (
         suppress(psycopg.OperationalError),
@@ -256,11 +258,8 @@ def test_write_whose_process_is_killed_is_in_doubt_but_not_before_its_commit(
     assert json.loads(project.document)["name"] in (None, "x")
 
 
-def test_stopped_server_holds_nobody_up(
-    database, pgserver, create_store_on, open_store_on
-):
-    reader, writer = (create_store_on(database) for _ in range(2))
-    newcomer = open_store_on(database)
+def test_stopped_server_holds_nobody_up(database, pgserver, open_store):
+    reader, writer, newcomer = (open_store() for _ in range(3))
     id = reader.create_project("ann", {}).id
     writer.get_project("ann", id)
 
@@ -286,19 +285,18 @@ def test_stopped_server_holds_nobody_up(
 
 
 def test_server_that_falls_silent_after_the_login_is_given_up(
-    database, pgserver, open_store_on
+    database, pgserver, store
 ):
     with psycopg.connect(database) as other, ThreadPoolExecutor() as pool:
         other.execute("LOCK TABLE pg_extension")  # which each new connection reads
         with lasts(4, 5.5):
-            first_use = pool.submit(open_store_on(database).list_tokens)
+            first_use = pool.submit(store.list_tokens)
             waiting(database)
             with silence(pgserver, database), fails(Unavailable):
                 first_use.result(LIMIT)
 
 
-def test_connection_may_be_used_long_after_it_was_opened(database, create_store_on):
-    store = create_store_on(database)
+def test_connection_may_be_used_long_after_it_was_opened(database, store):
     id = store.create_project("ann", {}).id
     time.sleep(TIMEOUT)
     store.update_project("ann", id, {})
@@ -306,9 +304,8 @@ def test_connection_may_be_used_long_after_it_was_opened(database, create_store_
     assert len(backends(database)) == 1
 
 
-def test_each_connection_has_the_limit_of_a_request(database, create_store_on):
+def test_each_connection_has_the_limit_of_a_request(database, store):
     """Not that of the long command before it."""
-    store = create_store_on(database)
     store.create_project("ann", {})
     store.delete_account("ann")
     select = """SELECT current_setting('statement_timeout')
@@ -322,16 +319,16 @@ def test_each_connection_has_the_limit_of_a_request(database, create_store_on):
     wait_for(lambda: len(backends(database)) == 3)  # without the other
 
 
-def test_upgrade_may_take_longer_than_a_request(database, open_store_on):
+def test_upgrade_may_take_longer_than_a_request(database, open_store):
     with psycopg.connect(database, autocommit=True) as plain_sql:
         lay_out(plain_sql, 1)
     with psycopg.connect(database) as other, ThreadPoolExecutor() as pool:
         other.execute("LOCK TABLE account")
-        first_use = pool.submit(open_store_on(database).list_accounts)
+        opened = pool.submit(open_store)
         waiting(database)
         time.sleep(TIMEOUT)
         other.commit()
-        assert len(first_use.result(LIMIT)) == 3
+        assert len(opened.result(LIMIT).list_accounts()) == 3
 
 
 def late(database, statements, work, *arguments):
@@ -345,8 +342,7 @@ def late(database, statements, work, *arguments):
         return future.result(LIMIT)
 
 
-def test_change_that_comes_late_finds_what_is_there_by_then(database, create_store_on):
-    store = create_store_on(database)
+def test_change_that_comes_late_finds_what_is_there_by_then(database, store):
     id = store.create_project("ann", {}).id
     for change in (
         lambda same: store.update_project("ann", id, {}, same),
@@ -359,10 +355,7 @@ def test_change_that_comes_late_finds_what_is_there_by_then(database, create_sto
         late(database, "DELETE FROM project", store.update_project, "ann", id, {})
 
 
-def test_deletion_of_an_account_takes_along_what_is_being_made(
-    database, create_store_on
-):
-    store = create_store_on(database)
+def test_deletion_of_an_account_takes_along_what_is_being_made(database, store):
     store.create_project("ann", {})
     create = """UPDATE account SET created = 2;
         INSERT INTO project (id, account, seq, created_at, updated_at)
@@ -392,10 +385,7 @@ CREATE TRIGGER fail BEFORE UPDATE ON project FOR EACH ROW EXECUTE FUNCTION fail(
         ("58030", Unavailable),  # io_error
     ],
 )
-def test_state_of_an_error_tells_whether_it_is_an_outage(
-    database, create_store_on, state, error
-):
-    store = create_store_on(database)
+def test_state_of_an_error_tells_whether_it_is_an_outage(database, store, state, error):
     id = store.create_project("ann", {}).id
     execute(database, RAISE.format(state))
     with fails(error, "planned"):
@@ -412,10 +402,9 @@ LOCKS = {  # and whether bob can write, and ann can read
 
 
 @pytest.mark.parametrize("lock", LOCKS)
-def test_lock_is_waited_for_by_each_and_not_for_long(database, create_store_on, lock):
+def test_lock_is_waited_for_by_each_and_not_for_long(database, store, lock):
     """A writer may wait twice: for the tuple, then for the row."""
     statement, bob_writes, ann_reads = LOCKS[lock]
-    store = create_store_on(database)
     ann, bob = (store.create_project(account, {}).id for account in ("ann", "bob"))
 
     def try_out(number):
@@ -438,21 +427,20 @@ def test_lock_is_waited_for_by_each_and_not_for_long(database, create_store_on, 
     assert at_once(try_out, 3)[0][0]  # nobody is refused for what others met
 
 
-def test_silent_host_is_passed_over(database, pgserver, create_store_on):
+def test_silent_host_is_passed_over(database, store):
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        host = f"127.0.0.1:{silent.getsockname()[1]}"
-        with lasts(1.5, 2.9):
-            store = create_store_on(database.replace("127", f"{host},127", 1))
-            assert store.list_tokens() == []
-        with lasts(0, 1):  # over the connection that is open now
-            assert store.list_tokens() == []
+        hosts = f"127.0.0.1:{silent.getsockname()[1]},127.0.0.1"
+        with closing(store_on(database.replace("127.0.0.1", hosts))) as passing:
+            with lasts(1.5, 2.9):
+                assert passing.list_tokens() == []
+            with lasts(0, 1):  # over the connection that is open now
+                assert passing.list_tokens() == []
 
 
 def test_text_is_kept_whatever_the_encoding_of_the_environment(
-    database, create_store_on, monkeypatch
+    database, store, monkeypatch
 ):
     monkeypatch.setenv("PGCLIENTENCODING", "LATIN1")
-    store = create_store_on(database)
     created = store.create_project("ann", {"name": "Grüße 😀"})
     assert json.loads(created.document)["name"] == "Grüße 😀"
     assert store.get_project("ann", created.id) == created
@@ -476,8 +464,7 @@ def test_silent_host_before_one_that_refuses_is_tried_by_one_at_a_time():
         assert sum(at_once(seconds, 8)) < 8
 
 
-def test_long_list_is_not_kept_in_memory(database, create_store_on):
-    store = create_store_on(database)
+def test_long_list_is_not_kept_in_memory(database, store):
     for _ in range(100):
         store.create_project("ann", {"name": "x" * 10_000})
     assert len(store.list_projects("ann").document) > 1_000_000

@@ -105,6 +105,7 @@ def flask(*arguments, environment, **options):
 
 
 def store_on(database, clock=time.time):
+    """A store on this path or URL, which has opened and created nothing yet."""
     engine = SQLite
     if database.startswith("postgresql://"):
         from engines.postgres import PostgreSQL as engine
