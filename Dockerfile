@@ -25,7 +25,7 @@ RUN python3 -m venv --without-pip .venv \
     && chmod 755 .venv/bin/gardening-test-service
 
 COPY --chmod=644 *.py openapi.json ./
-COPY --chmod=644 engines/*.py engines/
+COPY --chmod=644 engines/*.py engines/*.sql engines/
 COPY --chmod=644 testservice/*.py testservice/
 # Check that the service loads, and compile it now: its user cannot write bytecode.
 RUN gunicorn --check-config && python -m compileall -q *.py engines testservice

@@ -37,8 +37,10 @@ def account_name(text: str) -> str:
     """The name in NFC (UAX 15), which is the same however it was typed. Raises BadName."""
     name = unicodedata.normalize("NFC", text)
     if not (0 < len(name) <= 255 and name.isprintable() and name == name.strip()):
-        limits = "1 to 255 printable characters, without spaces at its ends"
-        raise BadName(f"ACCOUNT is {limits}.")
+        raise BadName(
+            "An account name must be 1 to 255 printable characters, "
+            "with no leading or trailing spaces."
+        )
     return name
 
 
@@ -83,6 +85,6 @@ def token_required(view: View) -> View:
 
 def unauthorized(detail: str, error: str = "") -> Unauthorized:
     # As text, although Unauthorized is typed for Werkzeug's WWWAuthenticate: that drops
-    # the quotes around the realm, which RFC 7617 and some clients want.
+    # the quotes around the realm, without which some clients fail (RFC 9110 11.2).
     challenge: Any = f'Bearer realm="gardening"{error}'
     return Unauthorized(detail, www_authenticate=[challenge])

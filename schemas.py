@@ -1,12 +1,14 @@
 """The shapes of what a caller sends: the body of a Project and the query of a list.
 
-It knows nothing of requests or databases. Whatever passes is stored unchecked.
+It knows nothing of requests or databases. Nothing after this validates.
 """
 
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 from marshmallow import Schema, fields, missing, validate
+
+from engines.fields import READ_ONLY
 
 # For `page` and `after`: the largest integer that every JSON reader keeps exactly (RFC 7493
 # 2.2). Times MAX_SIZE it stays below 2**63, the limit of a database's OFFSET.
@@ -14,7 +16,7 @@ MAX_PAGE = 2**53 - 1
 MAX_SIZE = 1000  # Projects
 NOT_AN_OBJECT = {"type": "The body must be a JSON object."}
 # "special" is marshmallow's key for NaN and the infinities.
-NOT_FINITE: dict[str, Any] = {"special": "Not a number that a double can hold."}
+NOT_FINITE: dict[str, Any] = {"special": "Must be a finite number."}
 
 
 class OutputOnly(fields.Raw):
@@ -73,13 +75,12 @@ class PointSchema(Schema):
 
 
 class ProjectSchema(Schema):
+    class Meta:
+        include: ClassVar = {name: OutputOnly() for name in READ_ONLY}
+
     error_messages = NOT_AN_OBJECT
 
-    id = OutputOnly()
     name = text(1000)
-    created_at = OutputOnly()
-    updated_at = OutputOnly()
-    version = OutputOnly()
     postal_code = text(100)
     location = fields.Nested(PointSchema, allow_none=True)
 

@@ -1,9 +1,9 @@
 """Projects and access tokens: what the service guarantees about them, and the rules.
 
-It imports no Flask, validates no Project, and depends on no particular engine. An engine runs
-the statements, and renders a Project as the JSON that goes over the wire. Threads and
-processes may share a database. When a method returns, what it wrote is on the disk, unless the
-database is in memory.
+It imports no Flask, validates no Project, and depends on no particular engine. A statement
+stands here if it is the same on every engine. An engine has the others, and renders a Project
+as the JSON that goes over the wire. Threads and processes may share a database. When a method
+returns, what it wrote is on the disk, unless the database is in memory.
 """
 
 import hashlib
@@ -11,10 +11,10 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from engines import statements, tables
 from engines.base import COMMAND_TIMEOUT, Engine, Parameters
+from engines.fields import FIELDS, JSON, SETTABLE
 
 
 class NotFound(Exception):
@@ -26,11 +26,11 @@ class Stale(Exception):
 
 
 class KeyReused(Exception):
-    """The account made a Project with the same key, and with other fields."""
+    """The account made a Project with the same key and other fields."""
 
 
 class KeySpent(Exception):
-    """The account made a Project with the same key, and has deleted it."""
+    """The Project that the account made with the same key has been deleted."""
 
 
 class Project(NamedTuple):
@@ -86,6 +86,8 @@ DAY = 86_400_000  # milliseconds
 FIELDS_OF_1_2 = ("name", "postal_code", "location")
 ALWAYS = Precondition()
 WHOLE = Page(0, 2**63 - 1)  # the list as one page; no database takes a larger LIMIT
+# An account has a row of its own since its first Project. Until then, it has tokens alone.
+ACCOUNT_NAMES = "(SELECT name FROM account UNION SELECT account FROM token) AS names"
 
 
 class Store:
@@ -120,24 +122,44 @@ class Store:
 
         A key is remembered for good. Raises KeyReused, KeySpent.
         """
-        columns = dict.fromkeys(tables.SETTABLE) | as_columns(fields)
-        id = secrets.token_hex(12)
-        values = {"account": account, "id": id, "now": self._now(), **columns}
-        values["revision"] = secrets.token_hex(8)
-        if key is None:
-            return Project(*self.engine.write(self.engine.CREATE, values)[0])
-        claim: Parameters = {"account": account, "key": key, "project": id}
-        claim["digest"] = fingerprint(columns)
+        values = {"account": account, "id": secrets.token_hex(12), "now": self._now()}
+        values |= dict.fromkeys(SETTABLE) | as_columns(fields)
+        values["list_revision"] = new_revision()
+        if key is not None:
+            return self._create_once(key, values)
+        with self.engine.writer() as connection:
+            [row] = connection.create(values)
+        return Project(*row)
+
+    def _create_once(self, key: str, values: Parameters) -> Project:
+        """Add the Project if its key is new. Otherwise return the one that has the key."""
+        account, id = values["account"], values["id"]
+        fingerprint = fingerprint_of({name: values[name] for name in SETTABLE})
         with self.engine.transaction() as connection:
-            [(first_id, first_digest)] = connection.fetch(statements.CLAIM_KEY, claim)
-            if first_id == id:
-                return Project(*connection.fetch(self.engine.CREATE, values)[0])
+            # The update changes nothing. But it makes the statement return the row, and locks
+            # it until the transaction ends.
+            [(owner, first_fingerprint)] = connection.fetch(
+                """INSERT INTO idempotency_key (account, key, fingerprint, project)
+                VALUES (:account, :key, :fingerprint, :project)
+                ON CONFLICT (account, key)
+                    DO UPDATE SET fingerprint = idempotency_key.fingerprint
+                RETURNING project, fingerprint""",
+                {
+                    "account": account,
+                    "key": key,
+                    "fingerprint": fingerprint,
+                    "project": id,
+                },
+            )
+            if owner == id:
+                [row] = connection.create(values)
+                return Project(*row)
         # A key whose Project is gone is spent, whatever fields come with it.
         try:
-            project = self.get_project(account, first_id)
+            project = self.get_project(account, owner)
         except NotFound:
             raise KeySpent from None
-        if first_digest != claim["digest"]:
+        if first_fingerprint != fingerprint:
             raise KeyReused
         return project
 
@@ -153,15 +175,20 @@ class Store:
     ) -> Project:
         """Change these fields and raise the version by 1. Raises NotFound, Stale."""
         columns = as_columns(fields)
-        changes = "".join(f"{name} = :{name}, " for name in columns)
-        sql = self.engine.UPDATE.replace("{changes}", changes)
-        return Project(*self._change(sql, identity(account, id) | columns, condition))
+        values = self._change(account, id, condition) | columns
+        with self.engine.writer() as connection:
+            rows = connection.update(columns, values)
+        if not rows:
+            raise self._refusal(account, id)
+        return Project(*rows[0])
 
     def delete_project(
         self, account: str, id: str, condition: Precondition = ALWAYS
     ) -> None:
         """Delete a Project and all that belongs to it. Raises NotFound, Stale."""
-        self._change(self.engine.DELETE, identity(account, id), condition)
+        values = self._change(account, id, condition)
+        if not self.engine.write(self.engine.DELETE, values):
+            raise self._refusal(account, id)
 
     def list_etag(self, account: str, page: Page | None = None) -> str:
         """The ETag of what `list_projects` returns, without rendering the Projects.
@@ -169,7 +196,10 @@ class Store:
         Any change gives the account's lists new ETags, and old ones never return, with one
         exception: a deleted account has the ETags of an account that never had a Project.
         """
-        rows = self.engine.read(statements.REVISION, {"account": account})
+        rows = self.engine.read(
+            "SELECT list_revision FROM account WHERE name = :account",
+            {"account": account},
+        )
         return etag_of(rows[0][0] if rows else None, page)
 
     def list_projects(self, account: str, page: Page | None = None) -> ProjectList:
@@ -192,56 +222,93 @@ class Store:
         Returns the token's id.
         """
         now = self._now()
-        values = {"account": account, "digest": digest, "now": now}
-        values["expires_at"] = None if days is None else now + days * DAY
-        [(id,)] = self.engine.write(statements.ADD_TOKEN, values)
+        [(id,)] = self.engine.write(
+            """INSERT INTO token (account, digest, created_at, expires_at)
+            VALUES (:account, :digest, :now, :expires_at)
+            RETURNING id""",
+            {
+                "account": account,
+                "digest": digest,
+                "now": now,
+                "expires_at": None if days is None else now + days * DAY,
+            },
+        )
         return int(id)
 
     def find_caller(self, digest: bytes) -> Caller | None:
         """Who calls with this token; None if it is unknown or has expired."""
-        values = {"digest": digest, "now": self._now()}
-        rows = self.engine.read(statements.FIND_TOKEN, values)
+        rows = self.engine.read(
+            """SELECT account, id FROM token
+            WHERE digest = :digest AND (expires_at IS NULL OR expires_at > :now)""",
+            {"digest": digest, "now": self._now()},
+        )
         return Caller(*rows[0]) if rows else None
 
     def list_tokens(self) -> list[Token]:
         """Every token, in the order of the ids."""
-        return [Token(*row) for row in self.engine.read(statements.TOKENS, {})]
+        rows = self.engine.read(
+            "SELECT id, created_at, expires_at, account FROM token ORDER BY id", {}
+        )
+        return [Token(*row) for row in rows]
 
     def revoke_token(self, id: int) -> bool:
         """Make a token invalid; False if there is none with this id."""
-        return bool(self.engine.write(statements.REVOKE_TOKEN, {"id": id}))
+        delete = "DELETE FROM token WHERE id = :id RETURNING id"
+        return bool(self.engine.write(delete, {"id": id}))
 
     def revoke_tokens(self, account: str) -> bool:
         """Make all tokens of the account invalid; False if it has none."""
-        return bool(self.engine.write(statements.REVOKE_TOKENS, {"account": account}))
+        delete = "DELETE FROM token WHERE account = :account RETURNING id"
+        return bool(self.engine.write(delete, {"account": account}))
 
     def has_account(self, name: str) -> bool:
         """Whether `list_accounts` has it."""
-        return bool(self.engine.read(statements.FIND_ACCOUNT, {"name": name}))
+        select = f"SELECT name FROM {ACCOUNT_NAMES} WHERE name = :name"
+        return bool(self.engine.read(select, {"name": name}))
 
     def list_accounts(self) -> list[Account]:
         """Every account, in the order of the names."""
-        return [Account(*row) for row in self.engine.read(statements.ACCOUNTS, {})]
+        rows = self.engine.read(
+            f"""SELECT names.name, coalesce(project_count, 0), coalesce(tokens, 0),
+                changed_at
+            FROM {ACCOUNT_NAMES}
+            LEFT JOIN account ON account.name = names.name
+            LEFT JOIN (SELECT account, max(updated_at) AS changed_at
+                FROM project GROUP BY account) AS p ON p.account = names.name
+            LEFT JOIN (SELECT account, count(*) AS tokens
+                FROM token GROUP BY account) AS t ON t.account = names.name
+            ORDER BY names.name""",
+            {},
+        )
+        return [Account(*row) for row in rows]
 
     def delete_account(self, name: str) -> None:
         """Delete the account and all that it owns, if there is such an account."""
         with self.engine.transaction(COMMAND_TIMEOUT) as connection:
-            for sql in statements.DELETE_ACCOUNT:
-                connection.fetch(sql, {"name": name})
+            # First the account, as every change of a Project does: see engines/postgres.py.
+            for delete in (
+                "DELETE FROM account WHERE name = :name",
+                "DELETE FROM project WHERE account = :name",
+                "DELETE FROM token WHERE account = :name",
+                "DELETE FROM idempotency_key WHERE account = :name",
+            ):
+                connection.fetch(delete, {"name": name})
 
-    def _change(self, sql: str, values: Parameters, condition: Precondition) -> Any:
+    def _change(self, account: str, id: str, condition: Precondition) -> Parameters:
+        """The parameters of a statement that changes a Project if the condition allows it."""
         if_match, if_none_match = condition
-        values["now"] = self._now()
-        values["revision"] = secrets.token_hex(8)
-        values["if_match"] = None if if_match is None else json.dumps(if_match)
-        # None, so that the database parses nothing.
-        values["if_none_match"] = json.dumps(if_none_match) if if_none_match else None
-        rows = self.engine.write(sql, values)
-        if not rows:
-            # This raises NotFound, unless it is only the ETag that did not match.
-            self.get_project(values["account"], values["id"])
-            raise Stale
-        return rows[0]
+        return identity(account, id) | {
+            "now": self._now(),
+            "list_revision": new_revision(),
+            "if_match": None if if_match is None else json.dumps(if_match),
+            # None, so that the database parses nothing.
+            "if_none_match": json.dumps(if_none_match) if if_none_match else None,
+        }
+
+    def _refusal(self, account: str, id: str) -> Stale:
+        """Why a change found no Project that it may change. Raises NotFound if there is none."""
+        self.get_project(account, id)
+        return Stale()
 
     def _now(self) -> int:
         return int(self._clock() * 1000)
@@ -252,6 +319,11 @@ def identity(account: str, id: str) -> Parameters:
     return {"account": account, "id": id.replace("\0", "?")}
 
 
+def new_revision() -> str:
+    """A new revision of an account's lists, where no trigger makes one."""
+    return secrets.token_hex(8)
+
+
 def etag_of(revision: str | None, page: Page | None) -> str:
     """The ETag of a list, made of the account's revision and the page that was asked for."""
     numbers = [str(number) for number in page or [] if number is not None]
@@ -259,15 +331,15 @@ def etag_of(revision: str | None, page: Page | None) -> str:
 
 
 def as_columns(fields: Fields) -> Parameters:
-    """The fields as they are stored. Raises KeyError for one that cannot be set."""
+    """The fields as they are stored. Raises KeyError for one that does not exist."""
     columns = dict(fields)
     for name, value in fields.items():
-        if tables.SETTABLE[name] == tables.JSON and value is not None:
+        if FIELDS[name].type == JSON and value is not None:
             columns[name] = json.dumps(value, separators=(",", ":"))  # as on the wire
     return columns
 
 
-def fingerprint(columns: Parameters) -> bytes:
+def fingerprint_of(columns: Parameters) -> bytes:
     """A SHA-256 digest of the fields, to compare requests with the same key.
 
     It is the same in every release. So a field that came after 1.2.0 counts only if it is

@@ -15,10 +15,6 @@ SELECT NOT EXISTS (SELECT FROM pg_dist_partition WHERE logicalrelid = 'project':
     AS is_first \gset
 \if :is_first
 BEGIN;
--- These served processes of an older release, which cannot use a cluster.
-DROP TRIGGER IF EXISTS project_insert ON project;
-DROP TRIGGER IF EXISTS project_delete ON project;
-DROP FUNCTION IF EXISTS count_projects();
 -- Citus wants both tables to be distributed first.
 ALTER TABLE part DROP CONSTRAINT part_account_project_fkey;
 SELECT create_distributed_table('account', 'name'),
@@ -30,9 +26,9 @@ ALTER TABLE part ADD FOREIGN KEY (account, project)
     REFERENCES project (account, id) ON DELETE CASCADE;
 COMMIT;
 \endif
--- The service may ask any node for the layout, which is a comment, and Citus copies no comments.
+-- The service may ask any node for the schema version, which is a comment. Citus copies none.
 SELECT run_command_on_workers(format('COMMENT ON TABLE project IS %L',
-    obj_description('project'::regclass, 'pg_class')))::text AS "Layout";
+    obj_description('project'::regclass, 'pg_class')))::text AS "Schema version";
 -- Each node gives tokens IDs of a range of its own, and goes on after the last one that is there.
 SELECT run_command_on_all_nodes($$
     SELECT setval('token_id_seq', coalesce(max(id), seqmin), max(id) IS NOT NULL)

@@ -12,13 +12,38 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from engines import statements, tables
-from engines.base import COMMAND_TIMEOUT, Engine, Session, Unavailable
+from engines.base import COMMAND_TIMEOUT, Engine, Unavailable
+from engines.fields import FIELDS
 from engines.files import new_file
+from engines.migrations import APPLICATION_ID, incompatibility
 from engines.sqlite import SQLite
 
 Stream = Generator[Any]
 Progress = Callable[[Stream, int], Stream]  # shows how many of so many rows were taken
+# The columns of each table, in the order in which a restore fills them: `project` precedes
+# `part`, which refers to it.
+COLUMNS = {
+    "token": ("id", "account", "digest", "created_at", "expires_at"),
+    "project": (*FIELDS, "account", "seq"),
+    "part": ("id", "project", "kind", "account"),
+    "idempotency_key": ("account", "key", "fingerprint", "project"),
+    # Last, since SQLite's triggers write it while `project` is filled.
+    "account": ("name", "list_revision", "last_seq", "project_count"),
+}
+# Gives a row to each account that lacks one, and counts all Projects anew. The WHERE of the
+# first tells SQLite that ON belongs to no join. `last_seq` never falls, since the last Projects
+# may have been deleted.
+RECOUNT = (
+    """INSERT INTO account (name, list_revision)
+    SELECT DISTINCT account, '' FROM project WHERE true
+    ON CONFLICT (name) DO NOTHING""",
+    """UPDATE account SET last_seq =
+        (SELECT max(seq) FROM project WHERE project.account = account.name)
+    WHERE last_seq < (SELECT max(seq) FROM project WHERE project.account = account.name)""",
+    """UPDATE account SET project_count =
+        (SELECT count(*) FROM project WHERE project.account = account.name)""",
+    "UPDATE account SET list_revision = :list_revision",
+)
 
 
 def silent(rows: Stream, _count: int) -> Stream:
@@ -54,7 +79,7 @@ def backup(engine: Engine, path: str, progress: Progress = silent) -> None:
 
 
 def restore(engine: Engine, path: str, progress: Progress = silent) -> None:
-    """Fill an empty database with a backup by this or an older release.
+    """Fill an empty database with a backup by this release, or one back to 2.0.0.
 
     All of it, or nothing. Raises BadBackup, and Unavailable, also if it is not empty.
     """
@@ -90,11 +115,10 @@ def copy_file(path: str, to: str) -> None:
         closing(sqlite3.connect(to, isolation_level=None)) as copy,
     ):
         [(application,)] = file.execute("PRAGMA application_id")
-        [(layout,)] = file.execute("PRAGMA user_version")
-        if application != tables.APPLICATION_ID or layout < 1:
-            raise BadBackup("this is no backup of the service")
-        if layout > tables.LAYOUT:
-            raise BadBackup("a newer release made this backup")
+        [(version,)] = file.execute("PRAGMA user_version")
+        is_ours = application == APPLICATION_ID and version > 0
+        if reason := incompatibility(version if is_ours else None):
+            raise BadBackup(f"the backup was {reason}")
         try:
             file.backup(copy)
         except sqlite3.OperationalError as error:
@@ -119,14 +143,14 @@ def copy_rows(source: Engine, target: Engine, progress: Progress) -> None:
     """
     # An error passes through both engines. Each one recognizes only those of its driver.
     with (
-        Session(source, writes=False) as reader,
+        source.lend(writes=False) as reader,
         target.transaction(COMMAND_TIMEOUT) as writer,
     ):
         reader.begin_snapshot()
-        for table in tables.COLUMNS:
+        for table in COLUMNS:
             if writer.fetch(f"SELECT 1 FROM {table} LIMIT 1", {}):
                 raise Unavailable("the database to fill is not empty")
-        for table, columns in tables.COLUMNS.items():
+        for table, columns in COLUMNS.items():
             # Only triggers can have written any, to `account`.
             writer.fetch(f"DELETE FROM {table}", {})
             [(count,)] = reader.fetch(f"SELECT count(*) FROM {table}", {})
@@ -135,6 +159,6 @@ def copy_rows(source: Engine, target: Engine, progress: Progress) -> None:
             # Closed before its connection, also after a row that was refused.
             with closing(show(reader.stream(select), count)) as shown:
                 writer.insert(table, columns, shown)
-        for sql in (*target.AFTER_FILLING, *statements.RECOUNT):
-            writer.fetch(sql, {"revision": secrets.token_hex(8)})
+        for sql in (*target.AFTER_FILLING, *RECOUNT):
+            writer.fetch(sql, {"list_revision": secrets.token_hex(8)})
         reader.commit()

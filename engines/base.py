@@ -1,4 +1,4 @@
-"""What an engine is: the statements of one kind of database, and a pool of connections.
+"""What an engine is: one kind of database, with its connections and its circuit breakers.
 
 It knows no rule of the store, and depends on no database.
 """
@@ -11,17 +11,17 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import TracebackType
+from pathlib import Path
 from typing import Any, Protocol
 
-from engines.statements import CHECK
-from engines.tables import LAYOUT
+from engines.migrations import SCHEMA_VERSION, incompatibility
 
 Parameters = dict[str, Any]  # of a statement, by name
 Rows = list[Any]
 COMMAND_TIMEOUT = 3600  # seconds that a command may take; a request gets far fewer
-# Seconds after which another caller may try, even if the first one is still trying.
-TRIAL_TIMEOUT = 5.0
+PAUSE = 1.0  # seconds for which a breaker refuses everybody
+TRIAL_TIMEOUT = 5.0  # seconds that a half-open breaker waits for its one caller
+EMPTY = 0  # in the place of a schema version: the database has no tables
 
 
 class Unavailable(Exception):
@@ -36,19 +36,27 @@ class OutcomeUnknown(Unavailable):
 
 
 class Connection(Protocol):
-    """A connection of either driver; one thread at a time uses it."""
+    """A connection of either driver. One thread at a time uses it.
 
-    # False between `begin` and `commit`, where an error means that nothing was changed.
+    A statement has its parameters as `:name`, and no `%`. Unless `begin` was called, it is a
+    transaction of its own.
+    """
+
+    # True while a failure could leave the change committed.
     may_have_committed: bool
 
     def fetch(self, sql: str, parameters: Parameters) -> Rows:
-        """Run a statement and return all its rows.
-
-        Unless `begin` was called, the statement is a transaction of its own.
-        """
+        """Run a statement and return all its rows."""
 
     def write(self, sql: str, parameters: Parameters) -> Rows:
-        """Run a statement that writes, as a transaction of its own."""
+        """Run a statement that writes, and return all its rows."""
+        return self.fetch(sql, parameters)
+
+    def create(self, values: Parameters) -> Rows:
+        """Add a Project with these values of its columns; return it as Engine.GET does."""
+
+    def update(self, columns: Iterable[str], values: Parameters) -> Rows:
+        """Set these columns of a Project; return it, or no row, as Engine.DELETE does."""
 
     def begin(self, seconds: int) -> None:
         """Begin a transaction that writes. It may take this long; 0: as long as a request."""
@@ -57,7 +65,7 @@ class Connection(Protocol):
 
     def close(self) -> None: ...
 
-    # The rest is for backup and restore alone.
+    # For backup and restore alone:
 
     def begin_snapshot(self) -> None:
         """Begin a long transaction that sees the database as it is at this moment.
@@ -73,22 +81,23 @@ class Connection(Protocol):
 
 
 class Breaker:
-    """A circuit breaker: once a caller has waited in vain, it refuses the others.
+    """A circuit breaker: after a caller's timeout, others are refused for a while.
 
-    While it is closed, everybody may pass. It opens for `pause` seconds, in which nobody may.
-    Then it is half-open: one caller may try, and if that succeeds, it closes.
+    Closed, it lets everybody pass. It opens for PAUSE seconds, in which nobody passes. Then it
+    is half-open: one caller may try, and closes it unless that times out as well. While the one
+    has no answer yet, the next may try after TRIAL_TIMEOUT.
     """
 
-    def __init__(self, pause: float) -> None:
+    def __init__(self, pause: float = PAUSE) -> None:
         self._pause = pause
         self._retry_at = 0.0  # on the clock of time.monotonic()
         self.is_closed = True
 
     def admit(self) -> None:
-        """Called while it is not closed. Raises Unavailable for a caller who may not pass."""
+        """Raise Unavailable for a caller who may not pass. For a breaker that is not closed."""
         now = time.monotonic()
         if now < self._retry_at:
-            raise Unavailable("another caller has just waited in vain")
+            raise Unavailable("not tried: another request has just timed out")
         self._retry_at = now + TRIAL_TIMEOUT
 
     def open(self) -> None:
@@ -100,24 +109,23 @@ class Breaker:
 
 
 class Engine(ABC):
-    """A database.
+    """A database: it lends connections, and says what their errors mean.
 
-    Its idle connections are kept by process id, since after a fork the child may neither use
-    nor close those of its parent.
+    Idle connections are kept by process id, since after a fork the child may neither use nor
+    close those of its parent.
     """
 
-    TABLES: str  # of the current layout
-    MIGRATIONS: tuple[str, ...]  # from layout 1 to 2, from 2 to 3, …
-    # The next three return a Project: its id, its ETag and its JSON document.
+    SCHEMA: str  # the name of the file with the tables
+    MIGRATIONS: dict[int, str]  # by the schema version that they lead to
+    # The next two return a Project: its id, its ETag and its JSON document.
     GET: str
-    CREATE: str
-    UPDATE: str  # with {changes} for the columns to set
-    DELETE: str  # returns the id
-    # Returns the account's revision, its number of Projects, the `seq` of the last Project
-    # of this page (null if none follows), and the page as a JSON array. The page starts
-    # behind the `seq` :after, skips :offset Projects and has up to :size.
+    # One Project if :if_match and :if_none_match, JSON arrays of ETags or null, allow it.
+    # Returns the id, or no row.
+    DELETE: str
+    # One page as a row: the account's list_revision and project_count, `after` of the next
+    # page or null, and a JSON array. It starts behind the `seq` :after, skips :offset Projects
+    # and has up to :size.
     LIST: str
-    PAUSE = 1.0  # seconds for which callers are refused after one has waited in vain
     # For backup and restore alone:
     AFTER_FILLING: tuple[str, ...] = ()  # statements
     ERROR: type[Exception]  # the base of the driver's errors
@@ -125,11 +133,11 @@ class Engine(ABC):
 
     def __init__(self) -> None:
         self.idle: dict[int, list[Connection]] = defaultdict(list)
-        self.read_breaker, self.write_breaker = Breaker(self.PAUSE), Breaker(self.PAUSE)
+        self._read_breaker, self._write_breaker = Breaker(), Breaker()
         weakref.finalize(self, close_idle, self.idle)  # at the latest as Python exits
 
     @abstractmethod
-    def connect(self, creates: bool) -> Connection:
+    def connect(self, creates: bool = False) -> Connection:
         """A new connection. The first one brings the tables up to date.
 
         Only with `creates` does it create missing tables. Raises Unavailable, or an error
@@ -146,8 +154,8 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def waited_in_vain(self, error: BaseException) -> bool:
-        """Whether the error is a timeout, after which others should not try yet."""
+    def is_timeout(self, error: BaseException) -> bool:
+        """Whether the error ended a wait, so that the next caller would wait in vain."""
 
     def write_lock(self) -> AbstractContextManager[None]:
         """What a writer holds while it writes. By default, nothing."""
@@ -156,26 +164,30 @@ class Engine(ABC):
     def create_database(self) -> None:
         """Create the database, unless there is one. Raises Unavailable.
 
-        For the service's database, only `flask run`, `init-db` (which gunicorn's start
-        runs), `token create` and `restore` call this. In any other command, or in a worker,
-        an empty database in the place of a lost one would hide the loss.
+        Workers never create: an empty database would hide a lost one.
         """
-        connection = self.open_connection(self.write_breaker, creates=True)
-        self.idle[os.getpid()].append(connection)
+        with self.lend(writes=True, creates=True):
+            pass
 
     def check(self) -> None:
         """Raises Unavailable if the database cannot be read now."""
-        self.read(CHECK, {})
+        self.read("SELECT id FROM token LIMIT 1", {})
 
     def read(self, sql: str, parameters: Parameters) -> Rows:
         """Run a statement and return all its rows. Raises Unavailable."""
-        with Session(self, writes=False) as connection:
+        with self.lend(writes=False) as connection:
             return connection.fetch(sql, parameters)
 
     def write(self, sql: str, parameters: Parameters) -> Rows:
         """Run a statement that writes. Raises Unavailable, OutcomeUnknown."""
-        with Session(self, writes=True) as connection, self.write_lock():
+        with self.writer() as connection:
             return connection.write(sql, parameters)
+
+    @contextmanager
+    def writer(self) -> Iterator[Connection]:
+        """Lend a connection for one write. Raises Unavailable, OutcomeUnknown."""
+        with self.lend(writes=True) as connection, self.write_lock():
+            yield connection
 
     @contextmanager
     def transaction(self, seconds: int = 0) -> Iterator[Connection]:
@@ -183,10 +195,39 @@ class Engine(ABC):
 
         It may take this many seconds; by default, as long as a request may.
         """
-        with Session(self, writes=True) as connection, self.write_lock():
+        with self.writer() as connection:
             connection.begin(seconds)
             yield connection
             connection.commit()
+
+    @contextmanager
+    def lend(self, writes: bool, creates: bool = False) -> Iterator[Connection]:
+        """Lend an idle connection, or a new one. After an error, it is closed.
+
+        Raises the outage that the error means, if it means one.
+        """
+        breaker = self._write_breaker if writes else self._read_breaker
+        if not breaker.is_closed:
+            breaker.admit()
+        connection = None
+        try:
+            connection = self.take_idle() or self.connect(creates)
+            yield connection
+        except BaseException as error:
+            may_have_committed = False
+            if connection:
+                may_have_committed = writes and connection.may_have_committed
+                connection.close()
+            if self.is_timeout(error):
+                breaker.open()
+            else:
+                breaker.close()  # what fails at once keeps nobody waiting
+            if outage := self.outage(error, may_have_committed):
+                raise outage from error
+            raise
+        if not breaker.is_closed:
+            breaker.close()
+        self.idle[os.getpid()].append(connection)
 
     def take_idle(self) -> Connection | None:
         """A connection that is idle, if there is one."""
@@ -195,48 +236,24 @@ class Engine(ABC):
         except IndexError:
             return None
 
-    def open_connection(self, breaker: Breaker, creates: bool = False) -> Connection:
-        """A new connection. Raises Unavailable."""
-        try:
-            return self.connect(creates)
-        except BaseException as error:
-            self.on_error(error, breaker, may_have_committed=False)
-            raise
-
-    def on_error(
-        self, error: BaseException, breaker: Breaker, may_have_committed: bool
-    ) -> None:
-        """Open or close the breaker, and raise the outage that the error means, if any."""
-        if self.waited_in_vain(error):
-            breaker.open()
-        else:
-            breaker.close()  # what fails at once keeps nobody waiting
-        if outage := self.outage(error, may_have_committed):
-            raise outage from error
-
-    def migrations_from(
-        self, layout: int | None, is_empty: bool, creates: bool
-    ) -> tuple[str, ...]:
-        """What brings a database of this layout up to date, or creates the tables.
-
-        `layout` is None for the database of another program. Raises Unavailable for the
-        database of another program or of a newer release, and for an empty one unless the
-        caller `creates` the tables.
-        """
-        if is_empty:
-            if not creates:
-                hint = "a start of the service creates its tables"
-                raise Unavailable(f"the database is empty; {hint}")
-            return (self.TABLES,)
-        if layout is None or layout < 1:
-            raise Unavailable("the database was made by another program")
-        if layout > LAYOUT:
-            raise Unavailable("the database was made by a newer release")
-        return self.MIGRATIONS[layout - 1 :]
-
     def close(self) -> None:
         """Close the idle connections. The engine can still be used, and opens new ones."""
         close_idle(self.idle)
+
+    def scripts_for(self, version: int | None, creates: bool) -> list[str]:
+        """What creates the tables, or brings those of this schema version up to date.
+
+        `version` is None for the database of another program. Raises Unavailable for one that
+        this release cannot use, and for an empty one unless the caller `creates` the tables.
+        """
+        if version == EMPTY:
+            if not creates:
+                raise Unavailable("the database is empty; run `flask init-db`")
+            return [Path(__file__).with_name(self.SCHEMA).read_text()]
+        if reason := incompatibility(version):
+            raise Unavailable(f"the database was {reason}")
+        later = range((version or 0) + 1, SCHEMA_VERSION + 1)
+        return [self.MIGRATIONS[each] for each in later]
 
 
 def close_idle(idle: dict[int, list[Connection]]) -> None:
@@ -248,37 +265,3 @@ def close_idle(idle: dict[int, list[Connection]]) -> None:
         except IndexError:  # another thread has taken the last one
             return
         connection.close()
-
-
-class Session:
-    """Lends a connection. After an error, it closes the connection and raises the outage.
-
-    It is a class because a generator would make a read a tenth slower.
-    """
-
-    def __init__(self, engine: Engine, writes: bool) -> None:
-        self._engine, self._writes = engine, writes
-        self._breaker = engine.write_breaker if writes else engine.read_breaker
-
-    def __enter__(self) -> Connection:
-        engine, breaker = self._engine, self._breaker
-        if not breaker.is_closed:
-            breaker.admit()
-        self._connection = engine.take_idle() or engine.open_connection(breaker)
-        return self._connection
-
-    def __exit__(
-        self,
-        _type: type[BaseException] | None,
-        error: BaseException | None,
-        _traceback: TracebackType | None,
-    ) -> None:
-        engine, connection = self._engine, self._connection
-        if error is None:
-            if not self._breaker.is_closed:
-                self._breaker.close()
-            engine.idle[os.getpid()].append(connection)
-            return
-        connection.close()
-        may_have_committed = self._writes and connection.may_have_committed
-        engine.on_error(error, self._breaker, may_have_committed)

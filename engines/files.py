@@ -58,11 +58,13 @@ def sync(path: str) -> None:
 
 
 class DatabaseFile:
-    """The file of a database: the one that had the name at the first use.
+    """The file of a database: the one that has the name when this object is made.
 
-    SQLite would go on with a file that was removed or replaced, and what it wrote there would
-    be lost. Closing a file drops every POSIX lock that the process has on it, SQLite's too. So
-    this class never opens a database: it asks os.stat.
+    If there is none, it is the first one that is seen there. SQLite would go on with a file
+    that was removed or replaced, and what it wrote there would be lost.
+
+    Nothing here opens the database. Closing a file drops every POSIX lock that the process has
+    on it, SQLite's too. So this class asks os.stat.
     """
 
     def __init__(self, path: str, makes_folder: bool) -> None:
@@ -70,19 +72,21 @@ class DatabaseFile:
         # SQLite puts its own files beside the file that a link leads to.
         self._target = os.path.realpath(self.path)
         self._makes_folder = makes_folder
-        self._id: tuple[int, int] | None = None  # device and inode; None: not seen yet
+        # Its device and inode; None: no file was seen yet.
+        self._id: tuple[int, int] | None = None
+        with suppress(Unavailable):  # the first use will say what is wrong
+            self.check_identity()
 
     def create(self) -> None:
-        """Create a file that is missing and was never seen. Raises OSError, Unavailable."""
+        """Create the file, unless one was seen or has the name. Raises OSError, Unavailable."""
         wal = f"{self._target}-wal"
-        # Asked first, since another process that creates the database now makes the file before
-        # its -wal.
+        # In this order: another process that is creating the database makes the file first.
         has_wal = os.path.exists(wal)
         if self._id or os.path.exists(self.path):
             return
         if has_wal:
-            # SQLite would delete it, and with it what was acknowledged last.
-            raise Unavailable(f"without its database, move this away: {wal}")
+            # SQLite would delete it, and with it the last writes that were acknowledged.
+            raise Unavailable(f"{wal} has no database beside it; move it away first")
         if self._makes_folder:
             with suppress(FileExistsError):
                 os.makedirs(os.path.dirname(self.path))
@@ -92,12 +96,18 @@ class DatabaseFile:
         """Raise this outage if the name leads to no file, or to another one by now."""
         try:
             found = os.stat(self.path)
+        except FileNotFoundError:
+            missing = f"no database at {self.path}; run `flask init-db`"
+            removed = f"the database file was removed: {self.path}"
+            raise outage(removed if self._id else missing) from None
         except OSError as error:
             raise outage(f"{error.strerror}: {self.path}") from error
         id = found.st_dev, found.st_ino
         self._id = self._id or id
         if id != self._id:
-            raise outage(f"restart to use the file that has replaced it: {self.path}")
+            raise outage(
+                f"the database file was replaced; restart the service: {self.path}"
+            )
 
     @contextmanager
     def lock(self, deadline: float) -> Iterator[None]:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from app import create_app
-from helpers.layouts import lay_out
-from helpers.openapi import HELLO
+from helpers.old_schemas import create_old_schema
+from helpers.openapi import API, HELLO
 from helpers.running import BIN, POINT, PROJECTS, run, wait_for
 from helpers.testservice import copy_service
 
@@ -200,7 +200,7 @@ def test_unchanged_list_is_neither_read_nor_sent(client, project_url, plain_sql,
     plain_sql.execute("UPDATE project SET location = '{'")  # which no document can hold
     # A trigger has changed the tag.
     plain_sql.execute(
-        f"UPDATE account SET revision = '{tag.strip(chr(34)).split('-')[0]}'"
+        f"UPDATE account SET list_revision = '{tag.strip(chr(34)).split('-')[0]}'"
     )
     for known in (tag, f"W/{tag}", f'"x", {tag}', "*"):
         answer = ask(known)
@@ -286,6 +286,19 @@ def test_what_is_not_json_is_refused(client, body, reason):
     assert response.json["detail"].startswith("The body is not JSON: ")
     assert re.search(reason, response.json["detail"])
     assert not PYTHON.search(response.json["detail"])
+
+
+def test_longest_texts_fit_into_a_body_however_they_are_written(client):
+    given = API["components"]["schemas"]["ProjectInput"]["properties"]
+    texts = {
+        name: "😀" * field["maxLength"]
+        for name, field in given.items()
+        if "maxLength" in field
+    }
+    body = json.dumps(texts)  # twelve bytes for each character
+    response = client.post(PROJECTS, data=body, content_type="application/json")
+    assert response.status_code == 201
+    assert "name" in texts
 
 
 @pytest.mark.parametrize("field", ["name", "location", "unknown"])
@@ -477,7 +490,7 @@ def test_config_goes_before_the_environment(folder, monkeypatch):
 
 def test_application_that_is_made_leaves_a_database_alone(folder):
     with closing(sqlite3.connect("old.db")) as old:
-        lay_out(old, 1)
+        create_old_schema(old)
     Path("text.db").write_text("This is no database." * 100)
     before = {file: file.read_bytes() for file in folder.iterdir()}
     for name in ("new.db", "old.db", "text.db", "no/such.db"):

@@ -17,11 +17,11 @@ import pytest
 
 from app import create_app
 from auth import digest
-from engines.backup import BadBackup, backup, restore
+from engines.backup import COLUMNS, BadBackup, backup, restore
 from engines.base import Unavailable
 from engines.files import new_file
-from engines.tables import COLUMNS, LAYOUT
-from helpers.layouts import lay_out
+from engines.migrations import OLDEST, SCHEMA_VERSION
+from helpers.old_schemas import create_old_schema
 from helpers.running import (
     BIN,
     LIMIT,
@@ -268,7 +268,7 @@ def test_backup_is_the_state_of_one_moment(store, file, tmp_path):
     finally:
         ended.set()
         writer.join(LIMIT)
-    select = """SELECT created, (SELECT max(seq) FROM project),
+    select = """SELECT last_seq, (SELECT max(seq) FROM project),
         (SELECT count(*) FROM project), (SELECT count(*) FROM idempotency_key)
         FROM account"""
     for number in range(5):
@@ -311,7 +311,7 @@ signal.alarm({LIMIT})
 def wait():
     print("filled", flush=True)
     yield sys.stdin.read()
-backup.statements.RECOUNT = wait()
+backup.RECOUNT = wait()
 backup.restore(engine_on(sys.argv[1], ""), sys.argv[2])
 """
 
@@ -338,9 +338,12 @@ def test_kill_in_the_middle_leaves_the_database_empty(
 
 # What may be wrong with a backup, and what SQLite's refusal says, or that of PostgreSQL.
 FAULTS = {
-    "another program's": ("PRAGMA application_id = 1", "this is no backup"),
-    "layout 0": ("PRAGMA user_version = 0", "this is no backup"),
-    "newer": ("PRAGMA user_version = 99", "a newer release made this backup"),
+    "another program's": (
+        "PRAGMA application_id = 1",
+        "the backup was made by another program",
+    ),
+    "version 0": ("PRAGMA user_version = 0", "the backup was made by another program"),
+    "newer": ("PRAGMA user_version = 99", "the backup was made by a newer release"),
     "missing table": ("DROP TABLE part", "no such table: part"),
     "view": (
         "DROP TABLE part; CREATE VIEW part AS SELECT 'p' id, 'x' project, 'y' kind, 'z' account",
@@ -470,12 +473,15 @@ def test_file_that_is_no_backup_is_refused_in_one_line(path, tmp_path):
     assert not os.path.exists(path)
 
 
-@pytest.mark.parametrize("layout", range(1, LAYOUT), ids="layout-{}".format)
+OLDER = range(OLDEST, SCHEMA_VERSION)
+
+
+@pytest.mark.parametrize("version", OLDER, ids="version-{}".format)
 def test_backup_of_an_older_release_is_brought_up_to_date(
-    tmp_path, file, target_store, layout
+    tmp_path, file, target_store, version
 ):
     with closing(sqlite3.connect(tmp_path / "older.db")) as older:
-        lay_out(older, layout)
+        create_old_schema(older, version)
         older.execute("VACUUM INTO ?", [file])
     before = Path(file).read_bytes()
     restore(target_store.engine, file)
@@ -655,7 +661,7 @@ MENDED = {
     "renamed account": """UPDATE project SET account = 'eve' WHERE account = 'ann';
         UPDATE part SET account = 'eve' WHERE account = 'ann';
         UPDATE token SET account = 'eve' WHERE account = 'ann'""",
-    "no counters": "UPDATE account SET created = 0, projects = 7",
+    "no counters": "UPDATE account SET last_seq = 0, project_count = 7",
     "no account": "DELETE FROM account",
 }
 
@@ -686,10 +692,10 @@ CREATE TRIGGER endless AFTER UPDATE ON account
 """
 
 
-@pytest.mark.parametrize("layout", range(1, LAYOUT + 1), ids="layout-{}".format)
-def test_nothing_in_a_backup_is_run(tmp_path, file, target, target_store, layout):
+@pytest.mark.parametrize("version", [*OLDER, SCHEMA_VERSION], ids="version-{}".format)
+def test_nothing_in_a_backup_is_run(tmp_path, file, target, target_store, version):
     with closing(sqlite3.connect(tmp_path / "theirs.db")) as theirs:
-        lay_out(theirs, layout)
+        create_old_schema(theirs, version)
         theirs.executescript(HOSTILE)
         theirs.execute("VACUUM INTO ?", [file])
     # As a command, which has a limit, since one of the triggers never ends.

@@ -44,7 +44,7 @@ def test_any_token_can_be_revoked(command):
     assert again == "Error: There is no token with the ID 1.\n"
 
 
-MISSING = "^Error: (No such file or directory|the database is empty; a start)"
+MISSING = "^Error: (no database at .*|the database is empty); run `flask init-db`"
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,9 @@ def test_name_that_is_no_accounts_is_refused(command, store, name):
     for words in (["token", "create", name], ["account", "delete", name, "--yes"]):
         result = command(*words)
         assert result.exit_code == 1
-        assert result.stderr.startswith("Error: ACCOUNT is 1 to 255 printable")
+        assert result.stderr.startswith(
+            "Error: An account name must be 1 to 255 printable"
+        )
     assert store.list_accounts() == []
 
 

@@ -231,7 +231,7 @@ def test_end_of_the_service_is_told_with_its_log(
 
 @pytest.mark.parametrize("account", ["", " ", "a\nb", "\0"])
 def test_fixture_refuses_what_cannot_be_an_account(gardening_service, account):
-    with pytest.raises(ValueError, match="ACCOUNT is 1 to 255 printable"):
+    with pytest.raises(ValueError, match="An account name must be 1 to 255 printable"):
         gardening_service.issue_token(account)
     assert gardening_service.issue_token(account="ann")
 

@@ -148,7 +148,7 @@ def test_size_is_a_number_from_1_to_1000(value):
         ("12", ["Not a valid array."]),
         ({"0": 1, "1": 2}, ["Not a valid array."]),
         ([1], ["Length must be 2."]),
-        ([float("inf"), 0], {0: ["Not a number that a double can hold."]}),
+        ([float("inf"), 0], {0: ["Must be a finite number."]}),
     ],
 )
 def test_refusal_of_coordinates_is_in_the_callers_terms(coordinates, told):

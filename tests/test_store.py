@@ -22,7 +22,7 @@ from store import (
     Page,
     Precondition,
     Stale,
-    fingerprint,
+    fingerprint_of,
 )
 
 FIELDS = [
@@ -208,7 +208,7 @@ def test_key_and_its_members_are_kept_as_in_every_release(store, plain_sql):
     store.create_project("ann", {"name": "Park"}, key="k")
     store.create_project("ann", {})
     [row] = plain_sql.execute(
-        "SELECT account, key, digest FROM idempotency_key"
+        "SELECT account, key, fingerprint FROM idempotency_key"
     ).fetchall()
     text = b'{"name": "Park", "postal_code": null, "location": null}'
     assert row[:2] == ("ann", "k")
@@ -231,8 +231,8 @@ def test_idempotency_key_is_per_account(store):
 
 def test_member_that_a_later_release_adds_changes_no_digest():
     today = {"name": "Park", "postal_code": None, "location": None}
-    assert fingerprint(today | {"notes": None}) == fingerprint(today)
-    assert fingerprint(today | {"notes": ""}) != fingerprint(today)
+    assert fingerprint_of(today | {"notes": None}) == fingerprint_of(today)
+    assert fingerprint_of(today | {"notes": ""}) != fingerprint_of(today)
 
 
 def test_key_that_meets_the_deletion_of_its_account_is_no_defect(store):
@@ -330,7 +330,7 @@ def test_total_is_exact_however_many_writers_there_are(store, park, plain_sql):
 
     at_once(write, 8)
     counted = "SELECT account, count(*) FROM project GROUP BY account ORDER BY account"
-    kept = "SELECT name, projects FROM account ORDER BY name"
+    kept = "SELECT name, project_count FROM account ORDER BY name"
     assert plain_sql.execute(kept).fetchall() == plain_sql.execute(counted).fetchall()
 
 
@@ -522,12 +522,12 @@ def test_memory_can_be_used_after_a_fork():
 def test_fork_takes_no_connection_along(store, database, plain_sql):
     """On SQLite not even the file: the child would hold none of the locks that it has."""
     told = run(sys.executable, "-c", FORK, database, environment=WITH_RIGS).stdout
-    reason = f"a parent of this process has opened it: {database}\n"
+    reason = f"opened before this process forked: {database}\n"
     assert told == (reason if is_sqlite(plain_sql) else "")
     assert len(listed(store)) == (2 if is_sqlite(plain_sql) else 3)
 
 
-EMPTY = "^the database is empty; a start of the service creates its tables"
+EMPTY = "^the database is empty; run `flask init-db`"
 
 
 def test_empty_database_gets_its_tables_from_nothing_but_create(database, plain_sql):

@@ -22,7 +22,7 @@ from deployment.servers.pgserver import (
 )
 from engines.backup import backup, restore
 from engines.base import Unavailable
-from helpers.layouts import lay_out
+from helpers.old_schemas import create_old_schema
 from helpers.openapi import CheckedClient
 from helpers.running import (
     BIN,
@@ -248,7 +248,7 @@ def issue_everywhere(urls):
 def test_filled_database_is_spread_and_moves_to_either_engine(cluster, tmp_path):
     urls = cluster.create_database("older")
     with psycopg.connect(urls[0], autocommit=True) as plain_sql:
-        lay_out(plain_sql, 3)
+        create_old_schema(plain_sql)
     file, told = str(tmp_path / "backup.db"), []
     with closing(store_on(urls[0])) as store:
         store.create_database()
@@ -294,20 +294,21 @@ def test_tables_are_spread_once_and_only_on_a_cluster(cluster, nodes):
         store.check()
 
 
-def test_next_layout_goes_through_the_coordinator(cluster, tmp_path):
+def test_next_schema_version_goes_through_the_coordinator(cluster, tmp_path):
     urls = cluster.create_database("next")
     with closing(store_on(urls[0])) as store:
         store.create_database()
     spread(urls[0])
     copy_service(tmp_path)
-    for file, old, new in [
-        ("tables.py", "LAYOUT = 4", "LAYOUT = 5"),
-        ("postgres.py", "LAYOUT_4)", "LAYOUT_4, 'ALTER TABLE project ADD note text')"),
+    source = tmp_path / "engines/migrations.py"
+    text = source.read_text()
+    for old, new in [
+        ("SCHEMA_VERSION = 4", "SCHEMA_VERSION = 5"),
+        ("POSTGRESQL = {", 'POSTGRESQL = {5: "ALTER TABLE project ADD note text",'),
     ]:
-        source = tmp_path / "engines" / file
-        text = source.read_text()
         assert old in text
-        source.write_text(text.replace(old, new))
+        text = text.replace(old, new)
+    source.write_text(text)
     for number, status in [(1, 1), (0, 0), (1, 0), (2, 0)]:
         command = [BIN / "flask", "account", "list"]
         environment = environment_of(urls[number])

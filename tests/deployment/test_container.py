@@ -55,7 +55,9 @@ def test_image_holds_what_ships_and_nothing_else():
     assert ignored[0] == "*"
     ships = {"openapi.json", "requirements.txt"}
     for folder in (".", "engines", "testservice"):
-        ships |= {f"{file.relative_to(ROOT)}" for file in (ROOT / folder).glob("*.py")}
+        for kind in ("*.py", "*.sql"):
+            files = (ROOT / folder).glob(kind)
+            ships |= {f"{file.relative_to(ROOT)}" for file in files}
     everything = {f"{file.relative_to(ROOT)}" for file in ROOT.glob("*/*")}
     everything |= {file.name for file in ROOT.glob("*")}
     for patterns in (copied, [pattern.removeprefix("!") for pattern in ignored[1:]]):

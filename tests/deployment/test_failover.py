@@ -93,7 +93,7 @@ def test_commit_without_its_standby_is_in_doubt(open_store, default, key):
         primary.configure(synchronous_standby_names="")
         primary.invoke("pg_ctl", "reload")
         wait_for(lambda: store.list_projects("ann", Page(0, 1)).etag != etag)
-        assert execute(database, "SELECT created FROM account") == [(2,)]
+        assert execute(database, "SELECT last_seq FROM account") == [(2,)]
 
 
 class Answer(NamedTuple):

@@ -25,7 +25,7 @@ from deployment.servers.pgserver import (
 )
 from engines.base import OutcomeUnknown, Unavailable
 from engines.postgres import TIMEOUT, PostgreSQL
-from helpers.layouts import lay_out
+from helpers.old_schemas import create_old_schema
 from helpers.running import (
     BIN,
     LIMIT,
@@ -107,7 +107,7 @@ def test_first_uses_at_once_need_no_default_of_the_server(database, open_store):
     name, setting = database.rpartition("/")[2], "default_transaction_isolation"
     execute(database, f"ALTER DATABASE {name} SET {setting} = 'serializable'")
     at_once(lambda _: open_store().create_project("ann", {}))
-    assert execute(database, "SELECT created FROM account") == [(8,)]
+    assert execute(database, "SELECT last_seq FROM account") == [(8,)]
 
 
 def test_missing_driver_is_named(tmp_path):
@@ -288,9 +288,9 @@ def test_server_that_falls_silent_after_the_login_is_given_up(
     database, pgserver, store
 ):
     with psycopg.connect(database) as other, ThreadPoolExecutor() as pool:
-        other.execute("LOCK TABLE pg_extension")  # which each new connection reads
+        other.execute("LOCK TABLE pg_extension")  # which the first connection reads
         with lasts(4, 5.5):
-            first_use = pool.submit(store.list_tokens)
+            first_use = pool.submit(store_on(database).list_tokens)
             waiting(database)
             with silence(pgserver, database), fails(Unavailable):
                 first_use.result(LIMIT)
@@ -321,7 +321,7 @@ def test_each_connection_has_the_limit_of_a_request(database, store):
 
 def test_upgrade_may_take_longer_than_a_request(database, open_store):
     with psycopg.connect(database, autocommit=True) as plain_sql:
-        lay_out(plain_sql, 1)
+        create_old_schema(plain_sql)
     with psycopg.connect(database) as other, ThreadPoolExecutor() as pool:
         other.execute("LOCK TABLE account")
         opened = pool.submit(open_store)
@@ -329,6 +329,37 @@ def test_upgrade_may_take_longer_than_a_request(database, open_store):
         time.sleep(TIMEOUT)
         other.commit()
         assert len(opened.result(LIMIT).list_accounts()) == 3
+
+
+def test_request_after_an_upgrade_has_the_limit_of_a_request(
+    database, pgserver, open_store
+):
+    with psycopg.connect(database, autocommit=True) as plain_sql:
+        create_old_schema(plain_sql)
+    store = store_on(database)
+    with psycopg.connect(database) as other, ThreadPoolExecutor() as pool:
+        other.execute("LOCK TABLE token")  # which the upgrade does not need
+        with lasts(4, 6):
+            first_use = pool.submit(store.list_tokens)
+            waiting(database)
+            with silence(pgserver, database), fails(Unavailable, "no response"):
+                first_use.result(LIMIT)
+
+
+def test_upgrade_that_meets_an_older_release_says_to_stop_it(database, open_store):
+    with psycopg.connect(database, autocommit=True) as plain_sql:
+        create_old_schema(plain_sql)
+    with psycopg.connect(database) as other, ThreadPoolExecutor() as pool:
+        other.execute("UPDATE account SET revision = 'r'")
+        upgrade = pool.submit(open_store)
+        waiting(database)
+        other.execute("UPDATE project SET version = version + 1")
+        other.commit()
+        with fails(
+            Unavailable, "^processes of an older release still write: stop them"
+        ):
+            upgrade.result(LIMIT)
+    assert len(open_store().list_accounts()) == 3
 
 
 def late(database, statements, work, *arguments):
@@ -357,7 +388,7 @@ def test_change_that_comes_late_finds_what_is_there_by_then(database, store):
 
 def test_deletion_of_an_account_takes_along_what_is_being_made(database, store):
     store.create_project("ann", {})
-    create = """UPDATE account SET created = 2;
+    create = """UPDATE account SET last_seq = 2;
         INSERT INTO project (id, account, seq, created_at, updated_at)
         VALUES ('new', 'ann', 2, 0, 0)"""
     late(database, create, store.delete_account, "ann")

@@ -1,0 +1,27 @@
+"""The fields of a Project: their order, their types, and who sets them.
+
+It knows no SQL and no JSON. schemas.py, store.py and both engines take the fields from here.
+"""
+
+from typing import NamedTuple
+
+TEXT, INTEGER, JSON = "text", "integer", "JSON"  # the database keeps JSON as its text
+CALLER, SERVICE = "caller", "service"
+
+
+class Field(NamedTuple):
+    type: str
+    set_by: str
+
+
+FIELDS = {  # in the order of a Project's document; a new one is the last
+    "id": Field(TEXT, SERVICE),
+    "name": Field(TEXT, CALLER),
+    "created_at": Field(INTEGER, SERVICE),
+    "updated_at": Field(INTEGER, SERVICE),
+    "version": Field(INTEGER, SERVICE),
+    "postal_code": Field(TEXT, CALLER),
+    "location": Field(JSON, CALLER),
+}
+SETTABLE = [name for name, field in FIELDS.items() if field.set_by == CALLER]
+READ_ONLY = [name for name, field in FIELDS.items() if field.set_by == SERVICE]

@@ -1,0 +1,67 @@
+-- The tables on SQLite. postgresql.sql has the same ones: change both, and see migrations.py.
+-- Every key and constraint includes the account, as a cluster of PostgreSQL needs it. All times
+-- are in epoch milliseconds.
+
+CREATE TABLE account (                              -- written by the triggers below alone
+    name          TEXT    PRIMARY KEY,
+    list_revision TEXT    NOT NULL,                 -- in the ETags of its lists; random, as a
+                                                    -- counter would return with a backup
+    last_seq      INTEGER NOT NULL DEFAULT 0,       -- of its Projects so far, deleted ones too
+    project_count INTEGER NOT NULL DEFAULT 0        -- its Projects now
+) STRICT;
+
+CREATE TABLE token (
+    id            INTEGER PRIMARY KEY AUTOINCREMENT,  -- an ID is not given again
+    account       TEXT    NOT NULL,
+    digest        BLOB    NOT NULL UNIQUE,          -- SHA-256 of the token
+    created_at    INTEGER NOT NULL,
+    expires_at    INTEGER                           -- NULL: never
+) STRICT;
+
+CREATE TABLE project (
+    id            TEXT    NOT NULL,
+    account       TEXT    NOT NULL,
+    seq           INTEGER NOT NULL,                 -- the account's order of creation
+    name          TEXT,
+    created_at    INTEGER NOT NULL,
+    updated_at    INTEGER NOT NULL,
+    version       INTEGER NOT NULL DEFAULT 1,
+    postal_code   TEXT,
+    location      TEXT,                             -- JSON, since a REAL shows 15 digits only
+    PRIMARY KEY (account, seq),
+    UNIQUE (account, id)
+) STRICT, WITHOUT ROWID;  -- kept in the order of its key, so a list is one range of it
+
+CREATE TABLE part (                                 -- a region, zone, parcel or controller:
+    id            TEXT    NOT NULL,                 -- the API has no calls for them yet
+    project       TEXT    NOT NULL,
+    kind          TEXT    NOT NULL,
+    account       TEXT    NOT NULL,
+    PRIMARY KEY (account, id),
+    FOREIGN KEY (account, project) REFERENCES project (account, id) ON DELETE CASCADE
+) STRICT;
+-- Without it, deleting a Project would scan all parts of the account.
+CREATE INDEX part_project ON part (account, project);
+
+CREATE TABLE idempotency_key (                      -- stays when its Project is deleted
+    account       TEXT    NOT NULL,
+    key           TEXT    NOT NULL,
+    fingerprint   BLOB    NOT NULL,                 -- SHA-256 of the fields that came with it
+    project       TEXT    NOT NULL,
+    PRIMARY KEY (account, key)
+) STRICT, WITHOUT ROWID;
+
+-- In the transaction of the change. SQLite has no statement that changes two tables.
+CREATE TRIGGER project_insert AFTER INSERT ON project BEGIN
+    INSERT INTO account (name, list_revision, last_seq, project_count)
+    VALUES (new.account, hex(randomblob(8)), new.seq, 1)
+    ON CONFLICT (name) DO UPDATE SET list_revision = excluded.list_revision,
+        last_seq = new.seq, project_count = project_count + 1;
+END;
+CREATE TRIGGER project_update AFTER UPDATE ON project BEGIN
+    UPDATE account SET list_revision = hex(randomblob(8)) WHERE name = new.account;
+END;
+CREATE TRIGGER project_delete AFTER DELETE ON project BEGIN
+    UPDATE account SET list_revision = hex(randomblob(8)), project_count = project_count - 1
+    WHERE name = old.account;
+END;
