@@ -1,4 +1,4 @@
--- Spreads the tables over the nodes of a Citus cluster, by account: see docs/postgresql.md.
+-- Spreads the tables over the nodes of a Citus cluster, by account: see docs/cluster.md.
 -- For psql, at the coordinator, as the role that owns the tables. Run it again after you add a node
 -- or restore a backup: then only its last two statements have an effect.
 \set ON_ERROR_STOP on
