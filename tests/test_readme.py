@@ -1,64 +1,64 @@
-"""What README.md tells to paste does what it says; the versions are one."""
+"""What the pages say of settings, commands and versions is what the program has."""
 
+import inspect
 import json
-import os
 import re
 import tomllib
-from contextlib import closing
 
+import click
 import pytest
 
-from engines.sqlite import SQLite
-from helpers.running import BIN, ROOT, blocks, flask_run, needs, run
-from helpers.testservice import copy_service
-from store import Store
+from app import create_app
+from helpers.running import ROOT
 
-VARYING = {
-    r"gardening_[\w-]{43}\b": "TOKEN",
-    r"\b[0-9a-f]{24}\b": "ID",
-    r"\b1\d{12}\b": "MILLISECONDS",
-    r"\b20\d\d-\d\d-\d\d \d\d:\d\d\b": "TIME",
-    r"(?m)^(Server|Date): .*$": r"\1",
-    r"\r": "",
-}
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+README = (ROOT / "README.md").read_text()
 
 
-def without_what_varies(text):
-    for pattern, name in VARYING.items():
-        text = re.sub(pattern, name, text)
-    return text
+def test_every_setting_is_on_the_readme():
+    sources = [*ROOT.glob("*.py"), *ROOT.glob("engines/*.py")]
+    sources.append(ROOT / "deploy/gardening.env")
+    text = "".join(source.read_text() for source in sources)
+    named = re.findall(r"\b(?:FLASK|GARDENING|WEB)_[A-Z_]+\b", text)
+    assert re.findall(r"(?m)^\| `([A-Z_]+)` \|", README) == sorted({*named})
 
 
-@pytest.fixture
-def clone(tmp_path):
-    """A folder with the service and a virtual environment."""
-    copy_service(tmp_path)
-    (tmp_path / ".venv").symlink_to(BIN.parent)
-    return tmp_path
+def commands_of(group, *names):
+    """Each command below the group, by the words that call it."""
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from commands_of(command, *names, name)
+        else:
+            yield " ".join([*names, name]), command
 
 
-@needs("curl")
-def test_first_calls_and_tokens_print_what_the_readme_says(clone, monkeypatch):
-    monkeypatch.delenv("FLASK_DATABASE", raising=False)
+@pytest.fixture(scope="module")
+def commands():
+    return dict(commands_of(create_app({"DATABASE": ":memory:"}).cli))
 
-    def paste(heading, address):
-        script = "".join(blocks("README.md", heading))
-        script = script.replace("http://127.0.0.1:5000", address)
-        ended = run("sh", folder=clone, input=script.replace("curl", "curl -sS"))
-        printed = "".join(blocks("README.md", heading, "text"))
-        # The service ends no document with a line feed.
-        found, expected = (
-            "".join(without_what_varies(t).split()) for t in (ended.stdout, printed)
-        )
-        assert found == expected
-        return ended.stderr
 
-    with flask_run(os.environ, folder=clone) as (address, _):
-        told = "The token's ID is {}.\n{} is a new account.\n"
-        assert paste("First calls", address) == told.format(1, "ann")
-        assert paste("Tokens", address) == told.format(2, "bob")
-    with closing(Store(SQLite(str(clone / "instance/gardening.db")))) as store:
-        assert [token.account for token in store.list_tokens()] == ["ann"]
+def test_every_command_is_on_the_readme_with_its_help(commands):
+    expected = set()
+    for name, command in commands.items():
+        arguments = [
+            each.name.upper()
+            for each in command.params
+            if isinstance(each, click.Argument)
+        ]
+        summary = inspect.cleandoc(command.help).partition("\n\n")[0]
+        expected.add((" ".join([name, *arguments]), summary.replace("\n", " ")))
+    found = re.findall(r"(?m)^\| `([a-z].*?)(?: \[--.*\])?` \| (.*) \|$", README)
+    assert {*found} == expected
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_name_commands_and_options_that_there_are(page, commands):
+    groups = "account|backup|init-db|restore|token"
+    calls = rf"(?:\b(?:flask|gardening)|\| `) ?((?:{groups})\b[^`\n|&;)]*)"
+    for call in re.findall(calls, page.read_text()):
+        [command] = [commands[each] for each in commands if call.startswith(each)]
+        known = {option for each in command.params for option in each.opts}
+        assert {*re.findall(r"--[a-z-]+", call)} <= known, call
 
 
 def test_version_is_the_same_everywhere():
@@ -70,13 +70,15 @@ def test_version_is_the_same_everywhere():
 
 
 def test_links_lead_to_files():
-    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
+    for page in PAGES:
         for link in re.findall(r"\]\((?!http)([^)]+)", page.read_text()):
             file, _, heading = link.partition("#")
             target = page.parent / file if file else page
             assert target.exists(), f"{page}: {link}"
-            headings = re.findall(r"(?m)^#+ (.*)$", target.read_text())
-            anchors = [
-                re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings
-            ]
-            assert not heading or heading in anchors, f"{page}: {link}"
+            if heading:
+                headings = re.findall(r"(?m)^#+ (.*)$", target.read_text())
+                anchors = [
+                    re.sub(r"[^\w -]", "", each).lower().replace(" ", "-")
+                    for each in headings
+                ]
+                assert heading in anchors, f"{page}: {link}"

@@ -1,0 +1,125 @@
+"""README.md, pasted block by block, does and prints what it says."""
+
+import os
+import re
+import signal
+import subprocess
+import threading
+from contextlib import contextmanager
+from itertools import takewhile
+
+import pytest
+
+from helpers.running import (
+    BIN,
+    LIMIT,
+    ROOT,
+    blocks,
+    flask_run,
+    needs,
+    replaced,
+    run,
+)
+from helpers.testservice import copy_service
+
+ADDRESS = "http://127.0.0.1:5000"
+VARYING = {
+    r"gardening_[\w-]{43}\b": "TOKEN",
+    r"\b[0-9a-f]{24}\b": "ID",
+    r"\b1\d{12}\b": "MILLISECONDS",
+    r"\b20\d\d-\d\d-\d\d \d\d:\d\d\b": "TIME",
+    r"(?<=TIME):\d\d": "",
+    r"\[\d+\]|\(\d+\)": "PROCESS",
+    r"(?<=127\.0\.0\.1:)\d+": "PORT",
+    r"(?<=gunicorn )[\d.]+": "VERSION",
+}
+
+
+def without_what_varies(text):
+    for pattern, name in VARYING.items():
+        text = re.sub(pattern, name, text)
+    return text
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A folder with the service and a virtual environment."""
+    copy_service(tmp_path)
+    (tmp_path / ".venv").symlink_to(BIN.parent)
+    return tmp_path
+
+
+@contextmanager
+def running(script, folder, until, **environment):
+    """The lines that the script prints before the one with these words; then it goes on."""
+    with subprocess.Popen(
+        ["sh", "-ec", script],
+        cwd=folder,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as shell:
+
+        def end():
+            os.killpg(shell.pid, signal.SIGKILL)
+
+        limit = threading.Timer(10 * LIMIT, end)  # packages are installed
+        limit.start()
+        try:
+            yield list(takewhile(lambda line: until not in line, shell.stdout))
+        finally:
+            limit.cancel()
+            end()
+
+
+@needs("git")
+def test_quick_start_runs_the_service(tmp_path):
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    copy_service(repository)
+    (repository / "requirements.txt").write_text(
+        (ROOT / "requirements.txt").read_text()
+    )
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x@example.org"]
+    for command in (
+        ["init", "--quiet"],
+        ["add", "."],
+        ["commit", "--quiet", "-m", "x"],
+    ):
+        run(*git, *command, folder=repository)
+    [script] = blocks("README.md", "Quick start")
+    here = {
+        "https://git.example.org/gardening.git": f"{repository} gardening",
+        "flask run": "flask run --port=0",
+    }
+    with running(replaced(script, here), tmp_path, "CTRL+C") as printed:
+        assert " * Running on http://127.0.0.1:" in "".join(printed)
+    assert (tmp_path / "gardening/instance/gardening.db").exists()
+
+
+@needs("curl")
+def test_first_calls_and_tokens_print_what_the_readme_says(clone):
+    with flask_run(os.environ, folder=clone) as (address, _):
+        for heading in ("First calls", "Tokens"):
+            script = "".join(blocks("README.md", heading)).replace(ADDRESS, address)
+            script = "exec 2>&1\n" + script.replace("curl", "curl -sS")
+            printed = run("sh", folder=clone, input=script).stdout
+            expected = "".join(blocks("README.md", heading, "text"))
+            # The service ends no document with a line feed.
+            found, expected = (
+                without_what_varies(text).replace("\n", "")
+                for text in (printed, expected)
+            )
+            assert found == expected
+        listed = run(BIN / "flask", "token", "list", folder=clone).stdout
+        assert (" ann\n" in listed, " bob\n" in listed) == (True, False)
+
+
+def test_gunicorn_starts_as_the_readme_says(clone):
+    [script] = blocks("README.md", "In production")
+    [expected] = blocks("README.md", "In production", "text")
+    free_port = {"GARDENING_BIND": "127.0.0.1:0"}
+    with running(script, clone, "Using worker", **free_port) as printed:
+        assert without_what_varies("".join(printed)) == without_what_varies(expected)
