@@ -1,4 +1,4 @@
-"""What the pages say of settings, commands and versions is what the program has."""
+"""What the pages say of settings, commands, fields, errors and versions is what the program has."""
 
 import inspect
 import json
@@ -9,7 +9,7 @@ import click
 import pytest
 
 from app import create_app
-from helpers.running import ROOT
+from helpers.running import PROJECTS, ROOT, blocks
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 README = (ROOT / "README.md").read_text()
@@ -59,6 +59,20 @@ def test_pages_name_commands_and_options_that_there_are(page, commands):
         [command] = [commands[each] for each in commands if call.startswith(each)]
         known = {option for each in command.params for option in each.opts}
         assert {*re.findall(r"--[a-z-]+", call)} <= known, call
+
+
+def test_pages_name_every_field_of_a_project(project):
+    [shown] = re.findall(r'(?m)^{"id".*', README)
+    assert [*json.loads(shown)] == [*project]
+    api = (ROOT / "docs/api.md").read_text()
+    [named] = re.findall(r"(?s)A Project always has (.*), in this order", api)
+    assert re.findall(r"`(\w+)`", named) == [*project]
+
+
+def test_error_on_the_page_is_what_a_misspelt_field_gets(client):
+    [problem] = blocks("docs/api.md", "Errors", "json")
+    answer = client.post(PROJECTS, json={"nmae": "Park"})
+    assert answer.json == json.loads(problem)
 
 
 def test_version_is_the_same_everywhere():

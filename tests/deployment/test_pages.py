@@ -1,4 +1,4 @@
-"""README.md, pasted block by block, does and prints what it says."""
+"""README.md and docs/api.md, pasted block by block, print what they say."""
 
 import os
 import re
@@ -20,7 +20,7 @@ from helpers.running import (
     replaced,
     run,
 )
-from helpers.testservice import copy_service
+from helpers.testservice import call_projects, copy_service
 
 ADDRESS = "http://127.0.0.1:5000"
 VARYING = {
@@ -123,3 +123,29 @@ def test_gunicorn_starts_as_the_readme_says(clone):
     free_port = {"GARDENING_BIND": "127.0.0.1:0"}
     with running(script, clone, "Using worker", **free_port) as printed:
         assert without_what_varies("".join(printed)) == without_what_varies(expected)
+
+
+@pytest.mark.parametrize(
+    "language, command",
+    [
+        ("python", "python3 client.py"),
+        pytest.param("js", "node client.mjs", marks=needs("node")),
+    ],
+)
+def test_client_prints_what_the_page_says(tmp_path, gardening, language, command):
+    """All Projects of two pages, and one of its own, though a response is lost."""
+    heading = "A client in 25 lines"
+    [program], [script], [expected] = (
+        blocks("docs/api.md", heading, each) for each in (language, "sh", "text")
+    )
+    (tmp_path / command.split()[1]).write_text(program)
+    for _ in range(100):
+        call_projects(gardening.url, gardening.token, "POST", {"name": "Park"})
+    script = replaced(script, {ADDRESS: gardening.url, "python3 client.py": command})
+    token = gardening.issue_token(fail=["lost"])
+    environment = os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}"}
+    pasted = f"TOKEN={token}\n{script}"
+    printed = run("sh", "-e", folder=tmp_path, environment=environment, input=pasted)
+    old, new = expected.splitlines()
+    assert printed.stdout.splitlines() == [old] * 100 + [new]
+    assert gardening.left(token) == []
