@@ -5,10 +5,10 @@ handlers of problems.py.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
+from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-import click
 from flask import Blueprint, Flask, Response, current_app, request, url_for
 from werkzeug.http import quote_etag
 from werkzeug.routing import Rule
@@ -34,22 +34,25 @@ api = Blueprint("api", __name__)
 
 
 def create_app(config: Mapping[str, Any] | None = None) -> Flask:
-    """Build the service; `config` overrides FLASK_DATABASE.
+    """Build the service; DATABASE and PREFIX in `config` override the environment.
 
-    It opens no file, except under `flask run`, which creates the database. Raises
-    click.ClickException if the setting names no database; `flask` prints that as one line.
+    It opens no file, except under `flask run`, which creates the database. Raises ValueError
+    for a setting that is wrong.
     """
     app = Flask(__name__, static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = MAX_CONTENT_LENGTH
     app.config["PROVIDE_AUTOMATIC_OPTIONS"] = False
     app.config["DATABASE"] = os.environ.get("FLASK_DATABASE", "")
+    app.config["PREFIX"] = os.environ.get("GARDENING_PREFIX", "")
     app.config.update(config or {})
     default = os.path.join(app.instance_path, "gardening.db")
     try:
         engine = engine_on(str(app.config["DATABASE"] or ""), default)  # a Path will do
     except ValueError as error:
-        raise click.ClickException(str(error)) from error
+        raise commands.WrongSetting(str(error)) from error
     app.extensions["store"] = Store(engine)
+    if prefix := str(app.config["PREFIX"] or "").strip("/"):
+        app.wsgi_app = without_prefix(app.wsgi_app, f"/{prefix}")  # type: ignore[assignment]
     app.url_map.merge_slashes = False  # "a//b" is not redirected to "a/b"
     app.register_blueprint(api)
     # Without methods, a Rule takes them all.
@@ -59,6 +62,21 @@ def create_app(config: Mapping[str, Any] | None = None) -> Flask:
     swagger.add_to(app, TITLE)
     commands.add_to(app)
     return app
+
+
+def without_prefix(wsgi_app: WSGIApplication, prefix: str) -> WSGIApplication:
+    """Take the prefix off an address that has it (PEP 3333, SCRIPT_NAME)."""
+    sent = prefix.encode().decode("latin-1")  # as a server writes it into PATH_INFO
+
+    def stripped(
+        environ: WSGIEnvironment, start_response: StartResponse
+    ) -> Iterable[bytes]:
+        if environ["PATH_INFO"].startswith(f"{sent}/"):
+            environ["SCRIPT_NAME"] = environ.get("SCRIPT_NAME", "") + sent
+            environ["PATH_INFO"] = environ["PATH_INFO"].removeprefix(sent)
+        return wsgi_app(environ, start_response)
+
+    return stripped
 
 
 def hello() -> dict[str, Any]:
@@ -155,15 +173,15 @@ def is_up_to_date(etag: str) -> bool:
 
 
 def not_modified(etag: str) -> Response:
-    return Response(status=304, headers=validators(etag))
+    return Response(status=304, headers=cache_headers(etag))
 
 
 def respond(etag: str, document: bytes) -> Response:
-    headers = validators(etag)
+    headers = cache_headers(etag)
     return Response(document, headers=headers, content_type="application/json")
 
 
-def validators(etag: str) -> dict[str, str]:
+def cache_headers(etag: str) -> dict[str, str]:
     return {"Cache-Control": "private, no-cache", "ETag": quote_etag(etag)}
 
 

@@ -21,6 +21,10 @@ from store import Store
 MAX_DAYS = 1_000_000  # 2,700 years; dates end with the year 9999
 
 
+class WrongSetting(click.ClickException, ValueError):
+    """A setting that the service cannot use; `flask` prints it as one line."""
+
+
 class Command(click.Command):
     """Says in one line, without a traceback, what went wrong as it ran."""
 
@@ -68,7 +72,10 @@ def utc(time: int | None) -> str:
     """Epoch milliseconds as a date and a time of day; `never` for none."""
     if time is None:
         return "never"
-    return f"{datetime.fromtimestamp(time // 1000, UTC):%Y-%m-%d %H:%M}"
+    try:
+        return f"{datetime.fromtimestamp(time // 1000, UTC):%Y-%m-%d %H:%M}"
+    except (OverflowError, ValueError):  # only an edited backup can hold such a time
+        return "out of range"
 
 
 class TokenID(click.IntRange):
@@ -172,12 +179,11 @@ def add_to(app: Flask) -> None:
     for command in (*groups, create_database, write_backup, restore_backup):
         app.cli.add_command(command)
     context = click.get_current_context(silent=True)
-    is_run = context and context.info_name == "run"
-    if is_run and not is_running_from_reloader():
-        welcome(app)
+    if context and context.info_name == "run" and not is_running_from_reloader():
+        welcome(app, **context.params)
 
 
-def welcome(app: Flask) -> None:
+def welcome(app: Flask, host: str, port: int, cert: object, **_: object) -> None:
     """On `flask run`, create the database, and say what to do next, or what is wrong."""
     store: Store = app.extensions["store"]
     try:
@@ -188,5 +194,9 @@ def welcome(app: Flask) -> None:
     if not has_tokens:
         click.echo("No access token yet. In another terminal, in this folder, run:")
         click.echo(f"    {sys.executable} -m flask token create ACCOUNT")
-    if page := app.extensions.get("docs"):
-        click.echo(f"To read about the API and try it, open {page} in a browser.")
+    page = app.extensions.get("docs")
+    if page and port:  # with 0, only Flask's own line will name the port
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        scheme = "https" if cert else "http"
+        click.echo("To read about the API and try it, open in a browser:")
+        click.echo(f"    {scheme}://{address}{page}")

@@ -3,14 +3,12 @@
 import os
 import subprocess
 import sys
-from contextlib import suppress
 from typing import Any
 
 from gunicorn.arbiter import Arbiter
 from gunicorn.workers.base import Worker
 
 UNREAD_LIMIT = 64 * 1024  # bytes; gunicorn drains less than this of an unread body
-PATH_PREFIX = os.environ.get("GARDENING_PREFIX", "").strip("/")
 
 wsgi_app = "app:create_app()"
 bind = os.environ.get("GARDENING_BIND", "127.0.0.1:8000")
@@ -22,7 +20,7 @@ workers = int(os.environ.get("WEB_CONCURRENCY", 2 * (os.cpu_count() or 1)))
 # contend for the interpreter, and a mix of reads and writes gets slower.
 threads = 2
 keepalive = 75  # seconds, longer than the proxy's, so that the proxy closes first
-# gunicorn would take SCRIPT_NAME, the prefix, from a proxy, which may pass on a client's.
+# gunicorn would take SCRIPT_NAME from a proxy, which may pass on a client's.
 forwarder_headers = ""
 # Where the heartbeats of workers touch no disk.
 worker_tmp_dir = "/dev/shm" if os.path.isdir("/dev/shm") else None
@@ -41,22 +39,14 @@ def on_starting(server: Arbiter) -> None:
         sys.exit(1)
 
 
-def post_worker_init(worker: Any) -> None:
-    """Open the database now: after this, no other file that gets its name is used."""
-    with suppress(Exception):  # the requests will say what is wrong
-        worker.wsgi.extensions["store"].check()
-
-
 def pre_request(worker: Worker, request: Any) -> None:
-    """Prepare a request for the log and the application.
+    """Add the path for the log, and announce a close that gunicorn would not announce.
 
-    For the log, add the path as it was sent; gunicorn has it only decoded, or with the query.
-    Take the prefix off an address that has it. Announce a close where gunicorn would take an
-    unread body for the next request.
+    gunicorn has the path only decoded, or with the query. If a long body is left unread,
+    gunicorn closes the connection without a word, on which a proxy may have sent the next
+    request by then.
     """
     headers = dict(request.headers)
-    if PATH_PREFIX and request.path.startswith(f"/{PATH_PREFIX}/"):
-        request.headers.append(("SCRIPT_NAME", f"/{PATH_PREFIX}"))
     request.headers.append(("SENT-PATH", request.uri.partition("?")[0]))
     size = int(headers.get("CONTENT-LENGTH", 0))
     # Of a chunked body nobody knows the length.

@@ -11,15 +11,15 @@ def engine_on(database: str, default: str) -> Engine:
     """
     if not database:
         return SQLite(default, makes_folder=True)
-    scheme, separator, _ = database.partition("://")
-    if not separator:
-        return SQLite(database)
-    if scheme != "postgresql":
-        forms = "the path of a file or start with postgresql://"
-        raise ValueError(f"FLASK_DATABASE must be {forms}, not {scheme}://")
-    try:
-        from engines.postgres import PostgreSQL
-    except ImportError as error:
-        needed = "install psycopg[binary], or this package with the extra postgres"
-        raise ValueError(f"for PostgreSQL, {needed}") from error
-    return PostgreSQL(database)
+    if database.startswith("postgresql://"):
+        try:
+            from engines.postgres import PostgreSQL
+        except ImportError as error:
+            needed = "install psycopg[binary], or this package with the extra postgres"
+            raise ValueError(f"for PostgreSQL, {needed}") from error
+        return PostgreSQL(database)
+    # As a path, this would put a password into the name of a file, and into the log.
+    if "://" in database or "password=" in database or database.startswith("postgres"):
+        forms = "the path of a file, or a URL that starts with postgresql://"
+        raise ValueError(f"FLASK_DATABASE must be {forms}")
+    return SQLite(database)

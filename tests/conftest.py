@@ -1,6 +1,7 @@
 import os
 import time
 from contextlib import ExitStack, closing, contextmanager
+from wsgiref.validate import validator
 
 import pytest
 
@@ -181,6 +182,7 @@ def mount():
 def app(database):
     app = create_app({"DATABASE": database})
     app.test_client_class = CheckedClient
+    app.wsgi_app = validator(app.wsgi_app)  # PEP 3333
     app.extensions["store"].create_database()
     yield app
     app.extensions["store"].close()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from app import create_app
+from auth import digest
 from helpers.old_schemas import create_old_schema
 from helpers.openapi import API, HELLO
 from helpers.running import BIN, POINT, PROJECTS, run, wait_for
@@ -486,6 +487,66 @@ def test_config_goes_before_the_environment(folder, monkeypatch):
     assert databases(folder) == ["config.db"]
     open_app()
     assert databases(folder) == ["config.db", "environment.db"]
+
+
+@pytest.mark.parametrize(
+    "prefix, address, status",
+    [
+        ("/garden", "/garden/health", 200),
+        ("garden/", "/garden/health", 200),
+        ("/gär/ten", "/gär/ten/health", 200),
+        ("/garden", "/health", 200),
+        ("/garden", "/gardenia/health", 404),
+        ("/garden", "/garden/garden/health", 404),
+        ("/garden", "/garden", 404),
+        ("", "/garden/health", 404),
+    ],
+)
+def test_prefix_is_taken_off_an_address(folder, monkeypatch, prefix, address, status):
+    monkeypatch.setenv("GARDENING_PREFIX", prefix)
+    open_app({"DATABASE": "gardening.db"})
+    monkeypatch.setenv("GARDENING_PREFIX", "/other")
+    for config in ({"PREFIX": prefix}, {}):
+        app = create_app({"DATABASE": "gardening.db"} | config)
+        assert app.test_client().get(address).status_code == status
+        monkeypatch.setenv("GARDENING_PREFIX", prefix)
+
+
+def test_links_have_the_prefix_of_the_request(folder):
+    app = create_app({"DATABASE": ":memory:", "PREFIX": "/garden"})
+    app.extensions["store"].add_token("ann", digest("t"))
+    headers = {"Authorization": "Bearer t"}
+    for prefix in ("/garden", ""):
+        client, address = app.test_client(), f"{prefix}{PROJECTS}"
+        location = client.post(address, json={}, headers=headers).headers["Location"]
+        assert location.startswith(f"{prefix}/api/")
+    link = client.get(f"/garden{PROJECTS}?size=1", headers=headers).headers["Link"]
+    assert link.startswith(f"</garden{PROJECTS}?page=1&")
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "host=db1 dbname=gardening password=Qz7wXk",
+        "postgres://u:Qz7wXk@127.0.0.1/db",
+        "postgresql:/u:Qz7wXk@127.0.0.1/db",
+        "postgresql+psycopg://u:Qz7wXk@127.0.0.1/db",
+        "PostgreSQL://u:Qz7wXk@127.0.0.1/db",
+        "mysql://u:Qz7wXk@127.0.0.1/db",
+    ],
+)
+def test_setting_that_names_no_database_is_refused_without_its_password(
+    folder, setting
+):
+    forms = "the path of a file, or a URL that starts with postgresql://"
+    with pytest.raises(ValueError) as refusal:
+        create_app({"DATABASE": setting})
+    assert str(refusal.value) == f"FLASK_DATABASE must be {forms}"
+    environment = os.environ | {"FLASK_DATABASE": setting}
+    for command in (["token", "list"], ["run", "--port=0"]):
+        ended = run(BIN / "flask", *command, environment=environment, status=1)
+        assert ended.stderr == f"Error: {refusal.value}\n"
+    assert list(folder.iterdir()) == []
 
 
 def test_application_that_is_made_leaves_a_database_alone(folder):

@@ -12,7 +12,16 @@ from playwright.sync_api import sync_playwright
 
 from deployment.servers.nginx import HOST, assert_problem
 from deployment.servers.proxies import PROXIES, start_proxy
-from helpers.running import BIN, PROJECTS, Client, flask_run, gunicorn, port_of, run
+from helpers.running import (
+    BIN,
+    PROJECTS,
+    Client,
+    flask_run,
+    gunicorn,
+    hold_port,
+    port_of,
+    run,
+)
 
 # The headless shell is the same browser without its windows, and takes less time.
 CHROMIUM = shutil.which("chromium-headless-shell") or shutil.which("chromium")
@@ -115,9 +124,14 @@ def without_docs(environment, tmp_path):
 
 @pytest.mark.parametrize("python", ["environment", "without_docs"])
 def test_flask_run_names_the_page_that_there_is(python, request):
-    with flask_run(request.getfixturevalue(python)) as (_, printed):
-        has_page = python == "environment"
-        assert ("open /docs/ in a browser" in "".join(printed)) == has_page
+    environment = request.getfixturevalue(python)
+    with hold_port() as holder:
+        port = holder.getsockname()[1]
+        with flask_run(environment, f"--port={port}") as (_, printed):
+            has_page = python == "environment"
+            assert (f"    http://127.0.0.1:{port}/docs/\n" in printed) == has_page
+    with flask_run(environment) as (_, printed):  # the port is not known yet
+        assert "/docs/" not in "".join(printed)
 
 
 def test_service_without_the_package_has_no_page(without_docs, token):

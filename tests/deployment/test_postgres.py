@@ -9,10 +9,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 
-import click
 import pytest
 
-from app import create_app
 from auth import digest
 from deployment.servers.pgserver import (
     BINARIES,
@@ -189,16 +187,6 @@ def check_refusal(output):
 def test_refusal_is_one_line_without_the_password(rest):
     with pytest.raises(Unavailable) as refusal:
         Store(PostgreSQL(f"postgresql://{rest}")).list_tokens()
-    check_refusal(f"Error: {refusal.value}\n")
-
-
-@pytest.mark.parametrize(
-    "scheme", ["postgres", "postgresql+psycopg", "PostgreSQL", "sqlite", "mysql"]
-)
-def test_other_scheme_is_no_path(scheme):
-    reason = re.escape(f"not {scheme}://")
-    with pytest.raises(click.ClickException, match=reason) as refusal:
-        create_app({"DATABASE": f"{scheme}://u:Qz7wXk@127.0.0.1:1/db"})
     check_refusal(f"Error: {refusal.value}\n")
 
 
