@@ -18,7 +18,6 @@ from helpers.running import BIN, POINT, PROJECTS, run, wait_for
 from helpers.testservice import copy_service
 
 MISSING = f"{PROJECTS}/{'0' * 24}"
-ENGINES = ["SQLite"]  # what is shown here, they share
 
 
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}])
@@ -510,13 +509,13 @@ def test_health_is_told_without_a_token(app):
     assert client.get("/health").json == {"status": "ok"}
 
 
-def test_health_fails_once_the_database_is_lost(app, path):
+def test_health_fails_once_the_database_is_lost(app, database):
     client = app.test_client()
     assert client.get("/health").status_code == 200
-    os.remove(path)
+    os.remove(database)
     answer = client.get("/health")
     assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5")
-    assert path not in answer.text
+    assert database not in answer.text
 
 
 def test_empty_setting_means_the_default_database(tmp_path):

@@ -9,7 +9,6 @@ from helpers.running import PROJECTS
 
 AUTH = "/api/v1/hello-service/auth"
 CHALLENGE = 'Bearer realm="gardening"'
-ENGINES = ["SQLite"]  # what is shown here, they share
 
 
 @pytest.fixture

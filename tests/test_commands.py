@@ -11,7 +11,6 @@ import pytest
 
 from app import create_app
 from commands import TokenID, utc
-from helpers.running import ON_SQLITE
 
 
 def test_create_prints_the_token_alone(command):
@@ -90,7 +89,6 @@ WRONG = [["create", name] for name in ("", "  ", "a\nb", "\ud800")]
 WRONG += [["revoke", id] for id in ("1", str(2**63 - 1))]
 
 
-@ON_SQLITE
 @pytest.mark.parametrize("words", [*USAGE, *WRONG])
 def test_wrong_input_is_told_with_the_usage_or_in_a_line(command, words):
     result = command("token", *words)
@@ -156,7 +154,6 @@ def test_accounts_that_only_look_alike_are_two(command, store):
     assert len(store.list_accounts()) == 4
 
 
-@ON_SQLITE
 @pytest.mark.parametrize(
     "name", ["", " ", " a", "a ", "a\n", "a\0b", "x" * 256, "\xa0a"]
 )
@@ -209,7 +206,6 @@ def test_account_is_deleted_with_all_that_is_its_own(command, store, plain_sql):
     assert store.list_projects("ann").etag != before
 
 
-@ON_SQLITE
 def test_account_is_deleted_only_after_a_yes(app, store):
     store.create_project("ann", {})
     words = ["account", "delete", "ann"]
@@ -220,7 +216,6 @@ def test_account_is_deleted_only_after_a_yes(app, store):
         assert (result.exit_code, len(store.list_accounts())) == (accounts, accounts)
 
 
-@ON_SQLITE
 def test_account_that_does_not_exist_is_told_before_any_question(command):
     refused = command("account", "delete", "ann")
     assert (refused.exit_code, refused.stdout) == (1, "")

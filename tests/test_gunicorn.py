@@ -65,9 +65,9 @@ def test_environment_sets_the_address_and_the_number_of_workers(environment):
     "prefix, status",
     [("", 404), ("/garden", 200), ("/garden/", 200), ("/gar", 404), ("/x", 404)],
 )
-def test_prefix_comes_from_the_settings_alone(environment, path, prefix, status):
+def test_prefix_comes_from_the_settings_alone(environment, database, prefix, status):
     """Not that of a header, whoever is trusted to send one."""
-    token = token_on(path)
+    token = token_on(database)
     environment |= {"GARDENING_PREFIX": prefix, "FORWARDED_ALLOW_IPS": "*"}
     with gunicorn(environment) as (_, port), Client(port, token) as client:
         for sent in (None, "/garden", "/nowhere"):
@@ -218,7 +218,9 @@ class Timed(NamedTuple):
     seconds: float
 
 
-def test_stuck_writer_holds_up_neither_writers_nor_readers_for_long(environment, path):
+def test_stuck_writer_holds_up_neither_writers_nor_readers_for_long(
+    environment, database
+):
     """2 processes of 2 threads, 8 writers and 2 readers, and the queue is held."""
 
     def timed(method, body=None):
@@ -234,14 +236,14 @@ def test_stuck_writer_holds_up_neither_writers_nor_readers_for_long(environment,
             reads.append(timed("GET"))
         return reads
 
-    token = token_on(path)
+    token = token_on(database)
     with (
         gunicorn(environment, TWO_WORKERS) as (_, port),
         ThreadPoolExecutor(10) as threads,
     ):
         with Client(port, token) as client:
             project_url = f"{PROJECTS}/{client.call('POST', PROJECTS, {})[1]['id']}"
-        with open(f"{path}-lock") as queue:
+        with open(f"{database}-lock") as queue:
             fcntl.flock(queue, fcntl.LOCK_EX)
             held = time.monotonic()
             readers = [threads.submit(read, number) for number in range(2)]

@@ -13,7 +13,6 @@ from helpers.running import PROJECTS, ROOT
 # What is described of hello-service, which answers any method: more would only
 # bloat the generated clients.
 GREETED = {"get", "put"}
-ENGINES = ["SQLite"]  # what is shown here, they share
 KEY = API["components"]["parameters"]["IdempotencyKey"]["schema"]
 
 

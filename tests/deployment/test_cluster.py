@@ -131,9 +131,11 @@ def counted(url):
     return row
 
 
-def test_calls_are_answered_alike_at_every_node_and_go_to_one(nodes, path, client_at):
+def test_calls_are_answered_alike_at_every_node_and_go_to_one(
+    nodes, database, client_at
+):
     """Often enough for psycopg, and then PostgreSQL, to prepare each statement."""
-    expected = answers(client_at(path))
+    expected = answers(client_at(database))
     for url in nodes:
         client, other = client_at(url), client_at(url, "bob")
         before, _ = counted(url)

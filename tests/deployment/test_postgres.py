@@ -41,11 +41,8 @@ from store import NotFound, Page, Precondition, Stale, Store
 
 
 @pytest.fixture
-def database(pgserver):
-    """The URL of a database that is nobody else's: a test may change its settings."""
-    database = pgserver.create_database()
-    yield database
-    pgserver.drop_database(database)
+def database(new_postgresql):
+    return new_postgresql
 
 
 @pytest.fixture
@@ -74,7 +71,7 @@ def rows_locked(database):
 
 
 @pytest.mark.parametrize("binaries", BINARIES, ids=lambda path: path.parent.name)
-def test_servers_give_the_documents_of_sqlite(binaries, path, open_store):
+def test_servers_give_the_documents_of_sqlite(binaries, another_database, open_store):
     """Often enough for psycopg to prepare each statement."""
 
     def use(store):
@@ -91,7 +88,9 @@ def test_servers_give_the_documents_of_sqlite(binaries, path, open_store):
 
     with start_pgserver(binaries, fsync="off") as old_or_new:
         database = old_or_new.create_database()
-        stores = [open_store(each, lambda: now) for each in (database, path)]
+        stores = [
+            open_store(each, lambda: now) for each in (database, another_database)
+        ]
         for now in range(1_800_000_000, 1_800_000_008):
             of_postgresql, of_sqlite = (
                 [re.sub("[0-9a-f]{24}", "ID", str(each)) for each in use(store)]

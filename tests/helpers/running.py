@@ -43,11 +43,6 @@ TWO_WORKERS = "--workers=2"  # where a test is about more than one
 LIMIT = 60  # seconds for whatever is no promise of a time, however slow the machine
 
 
-# The engine of a test that an engine cannot influence, or that is about one of them.
-ON_SQLITE = pytest.mark.parametrize("database", ["SQLite"], indirect=True)
-ON_POSTGRESQL = pytest.mark.parametrize("database", ["PostgreSQL"], indirect=True)
-
-
 def has_ipv6():
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
