@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from contextlib import ExitStack, closing, suppress
 
+import psycopg
 import pytest
 
 from app import create_app
@@ -17,7 +18,6 @@ from deployment.servers.pgserver import (
     BACKENDS,
     CITUS,
     execute,
-    psycopg,
     start_cluster,
 )
 from engines.backup import backup, restore

@@ -174,8 +174,11 @@ def gunicorn(environment, *options, stdout=subprocess.DEVNULL):
 
 def workers(pid):
     """The process ids of the workers of this gunicorn."""
-    children = f"/proc/{pid}/task/{pid}/children"
-    return [int(pid) for pid in Path(children).read_text().split()]
+    if sys.platform == "darwin":  # which has no /proc
+        found = subprocess.check_output(["pgrep", "-P", str(pid)], timeout=LIMIT)
+    else:
+        found = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in found.split()]
 
 
 class Client(http.client.HTTPConnection):
@@ -246,11 +249,11 @@ def fill(disk):
 
 def openings(path):
     """How often this process has the file open."""
-    links = []
-    for descriptor in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # it was closed meanwhile
-            links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-    return links.count(path)
+    file, found = os.stat(path), 0
+    for descriptor in os.listdir("/dev/fd"):
+        with suppress(OSError):  # it was closed meanwhile
+            found += os.path.samestat(os.fstat(int(descriptor)), file)
+    return found
 
 
 def wait_for(condition):
