@@ -9,12 +9,13 @@ from contextlib import closing
 from itertools import chain
 from pathlib import Path
 
+import click
 import pytest
 
 from app import create_app
 from helpers.old_schemas import create_old_schema
 from helpers.openapi import API, HELLO
-from helpers.running import BIN, POINT, PROJECTS, run, wait_for
+from helpers.running import BIN, POINT, PROJECTS, environment_of, run, wait_for
 from helpers.testservice import copy_service
 
 MISSING = f"{PROJECTS}/{'0' * 24}"
@@ -60,7 +61,7 @@ def test_unchanged_project_is_not_sent_again(client, project, project_url, metho
     assert "Content-Type" not in response.headers
 
 
-OTHER_TAGS = ['"1"', '"1-1"', "", '"x"', "garbage", '""', '"", ""']
+OTHER_TAGS = ['"1-1"', "", "garbage", '"", ""']
 
 
 @pytest.mark.parametrize("tag", OTHER_TAGS)
@@ -208,14 +209,6 @@ def test_unchanged_list_is_neither_read_nor_sent(client, project_url, plain_sql,
         assert "Link" not in answer.headers
 
 
-def test_page_is_wrapped(client):
-    projects = [client.post(PROJECTS, json={}).json for _ in range(3)]
-    second = client.get(f"{PROJECTS}?page=1&size=2").json
-    assert (second["projectList"], second["page"]) == (projects[2:], 1)
-    defaults = client.get(f"{PROJECTS}?page=0").json
-    assert (defaults["projectList"], defaults["size"]) == (projects, 20)
-
-
 def walk(client, query, meanwhile=lambda: None):
     """The ids of the Projects on the pages that the links lead to."""
     found, address = [], f"{PROJECTS}?{query}"
@@ -263,15 +256,10 @@ PYTHON = re.compile(r"codec|int\(\)|sys\.|recursion|Expecting|literal|Error")
 NOT_JSON = {
     "empty": (b"", "see line 1, column 1"),
     "cut off": (b'{"name": "Pa', "see line 1, column 10"),
-    "trailing comma": (b'{\n"name": "Park",}', "see line 2, column 1"),
-    "two documents": (b"{}{}", "see line 1, column 3"),
     "byte order mark": (b"\xef\xbb\xbf{}", "see line 1, column 1"),
     "invalid UTF-8": (b'{"name": "\xff"}', OTHER),
-    "surrogate in UTF-8": (b'{"name": "\xed\xa0\x80"}', OTHER),
-    "UTF-16": ("{}".encode("utf-16"), OTHER),
     # Too deeply for the parser, or, where that goes as deep, they end too early.
     "nested arrays": (b"[" * 65_536, f"{OTHER}|see line 1, column 65537"),
-    "nested objects": (b'{"name":' * 8_000, f"{OTHER}|see line 1, column 64001"),
     "NaN": (b'{"name": NaN}', OTHER),
     "Infinity": (b"[-Infinity]", OTHER),
     "integer too long": (b'{"name": 1' + b"0" * 5_000 + b"}", OTHER),
@@ -523,3 +511,25 @@ def test_empty_setting_means_the_default_database(tmp_path):
     environment = os.environ | {"FLASK_DATABASE": ""}
     run(BIN / "flask", "init-db", folder=tmp_path, environment=environment)
     assert databases(tmp_path / "instance") == ["gardening.db"]
+
+
+@pytest.mark.parametrize("scheme", ["postgres", "postgresql+psycopg", "PostgreSQL"])
+def test_url_of_another_scheme_is_refused_without_its_password(scheme):
+    with pytest.raises(
+        click.ClickException, match=re.escape(f"not {scheme}://")
+    ) as refusal:
+        create_app({"DATABASE": f"{scheme}://ann:secret@127.0.0.1:1/db"})
+    assert "secret" not in str(refusal.value)
+
+
+def test_driver_that_is_not_installed_is_named(tmp_path):
+    (tmp_path / "psycopg.py").write_text("raise ImportError")
+    path = {"PYTHONPATH": str(tmp_path)}
+    variables = environment_of("postgresql://127.0.0.1/db") | path
+    told = "for PostgreSQL, install psycopg[binary], or this package with the extra"
+    for command in ["token", "list"], ["run", "--port=0"]:
+        end = run(BIN / "flask", *command, environment=variables, status=1)
+        assert end.stderr == f"Error: {told} postgres\n"
+    # So a release without the driver is not reloaded.
+    end = run(BIN / "gunicorn", "--check-config", environment=variables, status=1)
+    assert told in end.stderr

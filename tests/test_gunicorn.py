@@ -61,10 +61,7 @@ def test_environment_sets_the_address_and_the_number_of_workers(environment):
     assert (settings["bind"], settings["workers"]) == ("['0.0.0.0:8080']", "3")
 
 
-@pytest.mark.parametrize(
-    "prefix, status",
-    [("", 404), ("/garden", 200), ("/garden/", 200), ("/gar", 404), ("/x", 404)],
-)
+@pytest.mark.parametrize("prefix, status", [("", 404), ("/garden/", 200)])
 def test_prefix_comes_from_the_settings_alone(environment, database, prefix, status):
     """Not that of a header, whoever is trusted to send one."""
     token = token_on(database)
@@ -73,7 +70,11 @@ def test_prefix_comes_from_the_settings_alone(environment, database, prefix, sta
         for sent in (None, "/garden", "/nowhere"):
             headers = {"SCRIPT_NAME": sent} if sent else {}
             for route in (PROJECTS, "/health"):
-                for address, expected in ((f"/garden{route}", status), (route, 200)):
+                for address, expected in (
+                    (f"/garden{route}", status),
+                    (route, 200),
+                    (f"/garden{route[1:]}", 404),  # where the prefix ends amid a word
+                ):
                     client.request("GET", address, None, client.authorization | headers)
                     response = client.getresponse()
                     response.read()

@@ -1,4 +1,4 @@
-"""What a store does, on both engines."""
+"""What a store does on SQLite; tests/deployment runs the same tests on PostgreSQL."""
 
 import hashlib
 import json
@@ -94,10 +94,8 @@ def test_every_double_is_kept_to_the_byte(store):
     check_bytes(store, location={"type": "Point", "coordinates": finite})
 
 
-OTHERS = [(account, "{}") for account in ("bob", "ANN", "a%", "an_", "")]
-OTHERS += [
-    ("ann", id) for id in ("{0[0]}%", "%", "_" * 24, "{} ", "0" * 24, "", "a\0b")
-]
+OTHERS = [(account, "{}") for account in ("ANN", "an_")]
+OTHERS += [("ann", id) for id in ("_" * 24, "{} ", "0" * 24, "a\0b")]
 
 
 @pytest.mark.parametrize("account, id", OTHERS)

@@ -9,17 +9,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 
-import click
+import psycopg
 import pytest
 
-from app import create_app
 from auth import digest
 from deployment.servers.pgserver import (
     BINARIES,
     WAITS,
     backends,
     execute,
-    psycopg,
     silence,
     start_pgserver,
 )
@@ -109,19 +107,6 @@ def test_first_uses_at_once_need_no_default_of_the_server(database, open_store):
     assert execute(database, "SELECT last_seq FROM account") == [(8,)]
 
 
-def test_missing_driver_is_named(tmp_path):
-    (tmp_path / "psycopg.py").write_text("raise ImportError")
-    path = {"PYTHONPATH": str(tmp_path)}
-    variables = environment_of("postgresql://127.0.0.1/db") | path
-    told = "for PostgreSQL, install psycopg[binary], or this package with the extra"
-    for command in ["token", "list"], ["run", "--port=0"]:
-        end = run(BIN / "flask", *command, environment=variables, status=1)
-        assert end.stderr == f"Error: {told} postgres\n"
-    # So a release without the driver is not reloaded.
-    end = run(BIN / "gunicorn", "--check-config", environment=variables, status=1)
-    assert told in end.stderr
-
-
 def relations(database):
     return execute(
         database, "SELECT oid, obj_description(oid) FROM pg_class ORDER BY oid"
@@ -188,16 +173,6 @@ def check_refusal(output):
 def test_refusal_is_one_line_without_the_password(rest):
     with pytest.raises(Unavailable) as refusal:
         Store(PostgreSQL(f"postgresql://{rest}")).list_tokens()
-    check_refusal(f"Error: {refusal.value}\n")
-
-
-@pytest.mark.parametrize(
-    "scheme", ["postgres", "postgresql+psycopg", "PostgreSQL", "sqlite", "mysql"]
-)
-def test_other_scheme_is_no_path(scheme):
-    reason = re.escape(f"not {scheme}://")
-    with pytest.raises(click.ClickException, match=reason) as refusal:
-        create_app({"DATABASE": f"{scheme}://u:Qz7wXk@127.0.0.1:1/db"})
     check_refusal(f"Error: {refusal.value}\n")
 
 
