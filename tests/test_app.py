@@ -39,11 +39,11 @@ def test_create_answers_with_the_project_and_its_address(client):
 
 
 @pytest.mark.parametrize("type", ["application/json", "application/geo+json;charset=x"])
-def test_json_of_any_kind_is_taken(client, type):
+def test_any_json_content_type_is_accepted(client, type):
     assert client.post(PROJECTS, data="{}", content_type=type).status_code == 201
 
 
-def test_get_gives_the_project_and_its_validator(client, project, project_url):
+def test_get_returns_the_project_with_its_etag(client, project, project_url):
     response = client.get(project_url)
     assert (response.status_code, response.json) == (200, project)
     assert response.headers["ETag"] == quoted_etag(project)
@@ -65,7 +65,7 @@ OTHER_TAGS = ['"1-1"', "", "garbage", '"", ""']
 
 
 @pytest.mark.parametrize("tag", OTHER_TAGS)
-def test_other_validators_get_the_whole_answer(client, project, project_url, tag):
+def test_other_etag_gets_the_whole_response(client, project, project_url, tag):
     headers = {"If-None-Match": tag}
     assert client.get(project_url, headers=headers).json == project
     assert client.get(PROJECTS, headers=headers).json == [project]
@@ -133,9 +133,7 @@ def test_deleted_project_is_gone(client, project_url):
     assert client.get(PROJECTS).json == []
 
 
-def test_another_accounts_project_cannot_be_told_from_none(
-    sign_in, project, project_url
-):
+def test_another_accounts_project_is_not_found(sign_in, project, project_url):
     stranger, owner = sign_in("bob"), sign_in("ann2")
     for method in ("GET", "PUT", "DELETE"):
         answers = [
@@ -267,7 +265,7 @@ NOT_JSON = {
 
 
 @pytest.mark.parametrize("body, reason", NOT_JSON.values(), ids=NOT_JSON)
-def test_what_is_not_json_is_refused(client, body, reason):
+def test_body_that_is_not_json_is_refused(client, body, reason):
     response = client.post(PROJECTS, data=body, content_type="application/json")
     assert response.status_code == 400
     assert response.json["detail"].startswith("The body is not JSON: ")
@@ -289,7 +287,7 @@ def test_longest_texts_fit_into_a_body_however_they_are_written(client):
 
 
 @pytest.mark.parametrize("field", ["name", "location", "unknown"])
-def test_what_is_nested_deeply_is_refused(client, field):
+def test_deeply_nested_body_is_refused(client, field):
     """As no JSON, or, since Python 3.14 reads it, as a wrong field."""
     body = f'{{"{field}": {"[" * 30_000}{"]" * 30_000}}}'
     response = client.post(PROJECTS, data=body, content_type="application/json")
@@ -314,9 +312,7 @@ DUPLICATES = {
 
 
 @pytest.mark.parametrize("body, name", DUPLICATES.values(), ids=DUPLICATES)
-def test_member_that_is_given_twice_is_refused(
-    client, project, project_url, body, name
-):
+def test_duplicate_field_is_refused(client, project, project_url, body, name):
     response = client.put(project_url, data=body, content_type="application/json")
     assert response.status_code == 400
     assert response.json["detail"] == f"The body gives the field {name} twice."
@@ -419,7 +415,7 @@ def test_error_is_a_problem_document(client, method, target, options, status):
     assert "URL" not in response.json["detail"]  # the word of Werkzeug's own texts
 
 
-def test_wrong_method_is_told_the_right_ones(client):
+def test_405_names_the_allowed_methods(client):
     allowed = client.patch(PROJECTS).headers["Allow"]
     assert set(allowed.split(", ")) == {"GET", "HEAD", "POST"}
 
@@ -475,7 +471,7 @@ def test_config_goes_before_the_environment(folder, monkeypatch):
     assert databases(folder) == ["config.db", "environment.db"]
 
 
-def test_application_that_is_made_leaves_a_database_alone(folder):
+def test_create_app_opens_no_database(folder):
     with closing(sqlite3.connect("old.db")) as old:
         create_old_schema(old)
     Path("text.db").write_text("This is no database." * 100)

@@ -53,7 +53,7 @@ NEARLY_RIGHT = ["{}é", "{}x", "{} x", "{:.40}"]
 
 
 @pytest.mark.parametrize("other", [*OTHERS, *NEARLY_RIGHT])
-def test_other_token_is_invalid(command, greet, other):
+def test_token_that_was_not_issued_is_invalid(command, greet, other):
     token = command("token", "create", "ann").stdout.strip()
     response = greet(f"Bearer {other.format(token)}")
     assert response.status_code == 401

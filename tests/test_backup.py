@@ -242,7 +242,7 @@ def test_one_of_many_backups_to_one_file_is_made(source, file):
 
 
 @pytest.mark.parametrize("what", ["project", "token", "account"])
-def test_database_that_holds_something_is_left_alone(
+def test_restore_into_a_filled_database_is_refused(
     source, database, file, target_store, what
 ):
     backup(source.engine, file)
@@ -271,7 +271,7 @@ backup.restore(engine_on(sys.argv[1], ""), sys.argv[2])
 """
 
 
-def test_kill_in_the_middle_leaves_the_database_empty(
+def test_restore_that_is_killed_leaves_the_database_empty(
     source, file, target, target_store, tmp_path
 ):
     backup(source.engine, file)
@@ -490,7 +490,7 @@ def test_backup_may_have_any_name(
     assert run_command(target, "restore", name) == told
 
 
-def test_backup_can_be_served_as_it_is(store, file):
+def test_backup_can_be_served_directly(store, file):
     store.create_project("ann", {})
     backup(store.engine, file)
     with closing(store_on(file)) as copy:
@@ -521,7 +521,7 @@ MENDED = {
 
 
 @pytest.mark.parametrize("script", MENDED.values(), ids=MENDED)
-def test_what_is_counted_is_counted_anew(filled, target_store, tmp_path, script):
+def test_restore_counts_projects_anew(filled, target_store, tmp_path, script):
     file = shutil.copy(filled, tmp_path)
     spoil(file, script)
     restore(target_store.engine, file)
@@ -547,7 +547,9 @@ CREATE TRIGGER endless AFTER UPDATE ON account
 
 
 @pytest.mark.parametrize("version", [*OLDER, SCHEMA_VERSION], ids="version-{}".format)
-def test_nothing_in_a_backup_is_run(tmp_path, file, target, target_store, version):
+def test_triggers_and_views_in_a_backup_never_run(
+    tmp_path, file, target, target_store, version
+):
     with closing(sqlite3.connect(tmp_path / "theirs.db")) as theirs:
         create_old_schema(theirs, version)
         theirs.executescript(HOSTILE)

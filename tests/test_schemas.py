@@ -47,7 +47,7 @@ def errors_of(schema, body):
         {"name": "😀" * 1000, "postal_code": "9\x01 \u2028\n" * 20},
     ],
 )
-def test_project_members_come_through_unchanged(body):
+def test_valid_project_comes_through_unchanged(body):
     assert load(body) == body
 
 
@@ -60,7 +60,7 @@ def test_point_keeps_its_numbers(coordinates):
 
 
 @pytest.mark.parametrize("value", [None, {"a": 1}])
-def test_output_only_members_are_ignored_whatever_they_hold(value):
+def test_output_only_fields_are_ignored(value):
     names = ("id", "created_at", "updated_at", "version")
     assert load(dict.fromkeys(names, value)) == {}
 
@@ -100,7 +100,7 @@ def test_location_is_a_point_on_earth(location):
     assert list(errors({"location": location})) == ["location"]
 
 
-def test_every_wrong_member_is_named_where_it_stands():
+def test_every_wrong_field_is_named_at_its_place():
     body = {"name": 1, "nmae": "x"} | at("1", 91)
     found = errors(body)
     assert set(found) == {"name", "nmae", "location"}

@@ -107,7 +107,7 @@ def test_each_connection_syncs_its_commits_and_checks_references(store):
 # Its file
 
 
-def test_missing_file_is_created_by_nothing_but_create(database):
+def test_only_create_database_creates_the_file(database):
     store = store_on(database)
     for use in (store.check, lambda: store.create_project("ann", {})):
         with pytest.raises(Unavailable, match=MISSING.format(database)):

@@ -6,7 +6,7 @@ from test_backup import (
     file,
     source,
     target_store,
-    test_database_that_holds_something_is_left_alone,
+    test_restore_into_a_filled_database_is_refused,
     test_restored_database_is_the_same_and_goes_on,
     test_seq_of_a_deleted_project_is_not_given_again,
 )

@@ -123,7 +123,7 @@ def test_backup_is_on_the_disk_before_it_has_its_name(store, database, file, tmp
     assert made == [("fsync", "partial"), ("link", "partial"), ("fsync", tmp_path.name)]
 
 
-def test_what_root_creates_belongs_to_the_owner_of_the_folder(tmp_path):
+def test_files_that_root_creates_belong_to_the_owner_of_the_folder(tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
     os.chown(folder, 65534, 65534)
