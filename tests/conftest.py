@@ -24,7 +24,7 @@ pytest.register_assert_rewrite("deployment.servers", "helpers")
 from app import create_app
 from auth import digest
 from helpers.openapi import CheckedClient
-from helpers.running import MEMORY, PROJECTS, environment_of, run, store_on, token_on
+from helpers.running import MEMORY, PROJECTS, environment_of, store_on, token_on
 from helpers.stores import is_sqlite, plain_sql_on
 
 pytest_plugins = ["testservice.gardening_service.fixtures"]
@@ -32,87 +32,18 @@ if MEMORY:  # a third of the time of tests that write
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
 
 
-# The modules whose tests are fast, unless a test needs a server or a browser.
-FAST = (
-    "test_app",
-    "test_auth",
-    "test_commands",
-    "test_openapi",
-    "test_schemas",
-    "test_sqlite",
-    "test_store",
-)
-
-
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if item.path.stem in FAST and "PostgreSQL" not in item.name:
-            item.add_marker("fast")
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest reads the marks
-def pytest_generate_tests(metafunc):
-    """What a module shows that names its ENGINES need not be shown on each."""
-    engines = getattr(metafunc.module, "ENGINES", None)
-    if engines and "database" in metafunc.fixturenames:
-        mark = pytest.mark.parametrize("database", engines, indirect=True)
-        metafunc.definition.add_marker(mark)
-
-
 @pytest.fixture
-def path(tmp_path):
+def database(tmp_path):
+    """The path of a database that is not there yet.
+
+    Files in tests/deployment put the URL of a PostgreSQL database in its place.
+    """
     return str(tmp_path / "gardening.db")
 
 
-@pytest.fixture(scope="session")
-def pgserver():
-    """A PostgreSQL server for the session."""
-    from deployment.servers.pgserver import start_pgserver
-
-    with start_pgserver(fsync="off") as pgserver:
-        yield pgserver
-
-
-@pytest.fixture(scope="session")
-def shared_postgresql(pgserver):
-    """The URL of a database, and a function that empties it for the next test."""
-    from deployment.servers.pgserver import emptying
-
-    database = pgserver.create_database()
-    with emptying(database) as empty:
-        yield database, empty
-
-
 @pytest.fixture
-def postgresql_to_break():
-    """A PostgreSQL server of the test's own, to be broken."""
-    from deployment.servers.pgserver import start_pgserver
-
-    with start_pgserver(fsync="off") as postgresql_to_break:
-        yield postgresql_to_break
-
-
-@pytest.fixture(params=["SQLite", "PostgreSQL"])
-def database(request):
-    """The path or URL of an empty database, one of each engine."""
-    if request.param == "SQLite":
-        yield request.getfixturevalue("path")
-    else:
-        database, empty = request.getfixturevalue("shared_postgresql")
-        yield database
-        empty()
-
-
-@pytest.fixture
-def another_database(database, request, tmp_path):
-    """The path or URL of another empty database, of the same engine."""
-    if not database.startswith("postgresql://"):
-        yield str(tmp_path / "another.db")
-    else:
-        pgserver = request.getfixturevalue("pgserver")
-        another = pgserver.create_database()
-        yield another
-        pgserver.drop_database(another)
+def another_database(tmp_path):
+    return str(tmp_path / "another.db")
 
 
 @pytest.fixture
@@ -166,19 +97,6 @@ def foreign_lock(plain_sql):
 
 
 @pytest.fixture
-def mount():
-    """Mounts a small disk at a new folder, for the test."""
-    with ExitStack() as mounted:
-
-        def mount(folder, size):
-            folder.mkdir()
-            run("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder)
-            mounted.callback(run, "umount", folder)
-
-        yield mount
-
-
-@pytest.fixture
 def app(database):
     app = create_app({"DATABASE": database})
     app.test_client_class = CheckedClient
@@ -224,10 +142,11 @@ def project_url(project):
 
 
 @pytest.fixture
-def environment(path):
-    return environment_of(path)
+def environment(database):
+    """The environment of a process that serves the database."""
+    return environment_of(database)
 
 
 @pytest.fixture
-def token(path):
-    return token_on(path)
+def token(database):
+    return token_on(database)

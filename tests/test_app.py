@@ -15,11 +15,10 @@ from app import create_app
 from auth import digest
 from helpers.old_schemas import create_old_schema
 from helpers.openapi import API, HELLO
-from helpers.running import BIN, POINT, PROJECTS, run, wait_for
+from helpers.running import BIN, POINT, PROJECTS, environment_of, run, wait_for
 from helpers.testservice import copy_service
 
 MISSING = f"{PROJECTS}/{'0' * 24}"
-ENGINES = ["SQLite"]  # what is shown here, they share
 
 
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}])
@@ -40,11 +39,11 @@ def test_create_answers_with_the_project_and_its_address(client):
 
 
 @pytest.mark.parametrize("type", ["application/json", "application/geo+json;charset=x"])
-def test_json_of_any_kind_is_taken(client, type):
+def test_any_json_content_type_is_accepted(client, type):
     assert client.post(PROJECTS, data="{}", content_type=type).status_code == 201
 
 
-def test_get_gives_the_project_and_its_validator(client, project, project_url):
+def test_get_returns_the_project_with_its_etag(client, project, project_url):
     response = client.get(project_url)
     assert (response.status_code, response.json) == (200, project)
     assert response.headers["ETag"] == quoted_etag(project)
@@ -62,11 +61,11 @@ def test_unchanged_project_is_not_sent_again(client, project, project_url, metho
     assert "Content-Type" not in response.headers
 
 
-OTHER_TAGS = ['"1"', '"1-1"', "", '"x"', "garbage", '""', '"", ""']
+OTHER_TAGS = ['"1-1"', "", "garbage", '"", ""']
 
 
 @pytest.mark.parametrize("tag", OTHER_TAGS)
-def test_other_validators_get_the_whole_answer(client, project, project_url, tag):
+def test_other_etag_gets_the_whole_response(client, project, project_url, tag):
     headers = {"If-None-Match": tag}
     assert client.get(project_url, headers=headers).json == project
     assert client.get(PROJECTS, headers=headers).json == [project]
@@ -134,9 +133,7 @@ def test_deleted_project_is_gone(client, project_url):
     assert client.get(PROJECTS).json == []
 
 
-def test_another_accounts_project_cannot_be_told_from_none(
-    sign_in, project, project_url
-):
+def test_another_accounts_project_is_not_found(sign_in, project, project_url):
     stranger, owner = sign_in("bob"), sign_in("ann2")
     for method in ("GET", "PUT", "DELETE"):
         answers = [
@@ -210,14 +207,6 @@ def test_unchanged_list_is_neither_read_nor_sent(client, project_url, plain_sql,
         assert "Link" not in answer.headers
 
 
-def test_page_is_wrapped(client):
-    projects = [client.post(PROJECTS, json={}).json for _ in range(3)]
-    second = client.get(f"{PROJECTS}?page=1&size=2").json
-    assert (second["projectList"], second["page"]) == (projects[2:], 1)
-    defaults = client.get(f"{PROJECTS}?page=0").json
-    assert (defaults["projectList"], defaults["size"]) == (projects, 20)
-
-
 def walk(client, query, meanwhile=lambda: None):
     """The ids of the Projects on the pages that the links lead to."""
     found, address = [], f"{PROJECTS}?{query}"
@@ -265,15 +254,10 @@ PYTHON = re.compile(r"codec|int\(\)|sys\.|recursion|Expecting|literal|Error")
 NOT_JSON = {
     "empty": (b"", "see line 1, column 1"),
     "cut off": (b'{"name": "Pa', "see line 1, column 10"),
-    "trailing comma": (b'{\n"name": "Park",}', "see line 2, column 1"),
-    "two documents": (b"{}{}", "see line 1, column 3"),
     "byte order mark": (b"\xef\xbb\xbf{}", "see line 1, column 1"),
     "invalid UTF-8": (b'{"name": "\xff"}', OTHER),
-    "surrogate in UTF-8": (b'{"name": "\xed\xa0\x80"}', OTHER),
-    "UTF-16": ("{}".encode("utf-16"), OTHER),
     # Too deeply for the parser, or, where that goes as deep, they end too early.
     "nested arrays": (b"[" * 65_536, f"{OTHER}|see line 1, column 65537"),
-    "nested objects": (b'{"name":' * 8_000, f"{OTHER}|see line 1, column 64001"),
     "NaN": (b'{"name": NaN}', OTHER),
     "Infinity": (b"[-Infinity]", OTHER),
     "integer too long": (b'{"name": 1' + b"0" * 5_000 + b"}", OTHER),
@@ -281,7 +265,7 @@ NOT_JSON = {
 
 
 @pytest.mark.parametrize("body, reason", NOT_JSON.values(), ids=NOT_JSON)
-def test_what_is_not_json_is_refused(client, body, reason):
+def test_body_that_is_not_json_is_refused(client, body, reason):
     response = client.post(PROJECTS, data=body, content_type="application/json")
     assert response.status_code == 400
     assert response.json["detail"].startswith("The body is not JSON: ")
@@ -303,7 +287,7 @@ def test_longest_texts_fit_into_a_body_however_they_are_written(client):
 
 
 @pytest.mark.parametrize("field", ["name", "location", "unknown"])
-def test_what_is_nested_deeply_is_refused(client, field):
+def test_deeply_nested_body_is_refused(client, field):
     """As no JSON, or, since Python 3.14 reads it, as a wrong field."""
     body = f'{{"{field}": {"[" * 30_000}{"]" * 30_000}}}'
     response = client.post(PROJECTS, data=body, content_type="application/json")
@@ -328,9 +312,7 @@ DUPLICATES = {
 
 
 @pytest.mark.parametrize("body, name", DUPLICATES.values(), ids=DUPLICATES)
-def test_member_that_is_given_twice_is_refused(
-    client, project, project_url, body, name
-):
+def test_duplicate_field_is_refused(client, project, project_url, body, name):
     response = client.put(project_url, data=body, content_type="application/json")
     assert response.status_code == 400
     assert response.json["detail"] == f"The body gives the field {name} twice."
@@ -433,7 +415,7 @@ def test_error_is_a_problem_document(client, method, target, options, status):
     assert "URL" not in response.json["detail"]  # the word of Werkzeug's own texts
 
 
-def test_wrong_method_is_told_the_right_ones(client):
+def test_405_names_the_allowed_methods(client):
     allowed = client.patch(PROJECTS).headers["Allow"]
     assert set(allowed.split(", ")) == {"GET", "HEAD", "POST"}
 
@@ -549,7 +531,7 @@ def test_setting_that_names_no_database_is_refused_without_its_password(
     assert list(folder.iterdir()) == []
 
 
-def test_application_that_is_made_leaves_a_database_alone(folder):
+def test_create_app_opens_no_database(folder):
     with closing(sqlite3.connect("old.db")) as old:
         create_old_schema(old)
     Path("text.db").write_text("This is no database." * 100)
@@ -571,13 +553,13 @@ def test_health_is_told_without_a_token(app):
     assert client.get("/health").json == {"status": "ok"}
 
 
-def test_health_fails_once_the_database_is_lost(app, path):
+def test_health_fails_once_the_database_is_lost(app, database):
     client = app.test_client()
     assert client.get("/health").status_code == 200
-    os.remove(path)
+    os.remove(database)
     answer = client.get("/health")
     assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5")
-    assert path not in answer.text
+    assert database not in answer.text
 
 
 def test_empty_setting_means_the_default_database(tmp_path):
@@ -585,3 +567,16 @@ def test_empty_setting_means_the_default_database(tmp_path):
     environment = os.environ | {"FLASK_DATABASE": ""}
     run(BIN / "flask", "init-db", folder=tmp_path, environment=environment)
     assert databases(tmp_path / "instance") == ["gardening.db"]
+
+
+def test_driver_that_is_not_installed_is_named(tmp_path):
+    (tmp_path / "psycopg.py").write_text("raise ImportError")
+    path = {"PYTHONPATH": str(tmp_path)}
+    variables = environment_of("postgresql://127.0.0.1/db") | path
+    told = "for PostgreSQL, install psycopg[binary], or this package with the extra"
+    for command in ["token", "list"], ["run", "--port=0"]:
+        end = run(BIN / "flask", *command, environment=variables, status=1)
+        assert end.stderr == f"Error: {told} postgres\n"
+    # So a release without the driver is not reloaded.
+    end = run(BIN / "gunicorn", "--check-config", environment=variables, status=1)
+    assert told in end.stderr

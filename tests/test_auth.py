@@ -5,11 +5,8 @@ import re
 
 import pytest
 
-from helpers.running import PROJECTS
-
 AUTH = "/api/v1/hello-service/auth"
 CHALLENGE = 'Bearer realm="gardening"'
-ENGINES = ["SQLite"]  # what is shown here, they share
 
 
 @pytest.fixture
@@ -41,22 +38,22 @@ def test_every_protected_route_demands_a_token_before_anything_else(app):
         assert response.headers["WWW-Authenticate"] == CHALLENGE
 
 
-NO_BEARER = ["", "Bearer", "Bearer ", "Bearerx y", "Basic YTpi", "Basic !", "Basic é"]
+NO_BEARER = ["", "Bearer ", "Bearerx y", "Basic YTpi", "Basic é", "x"]
 
 
-@pytest.mark.parametrize("authorization", [*NO_BEARER, "Token x", "x", "é"])
+@pytest.mark.parametrize("authorization", NO_BEARER)
 def test_call_without_bearer_token_is_challenged(greet, authorization):
     response = greet(authorization)
     assert response.status_code == 401
     assert response.headers["WWW-Authenticate"] == CHALLENGE
 
 
-OTHERS = ["x", "a=b", "a b", "é", "'", "x" * 8000, "gardening_" + "A" * 43]
-NEARLY_RIGHT = ["{}é", "é{}", "{}x", "{} x", "{:.40}"]
+OTHERS = ["é", "x" * 8000, "gardening_" + "A" * 43]
+NEARLY_RIGHT = ["{}é", "{}x", "{} x", "{:.40}"]
 
 
 @pytest.mark.parametrize("other", [*OTHERS, *NEARLY_RIGHT])
-def test_other_token_is_invalid(command, greet, other):
+def test_token_that_was_not_issued_is_invalid(command, greet, other):
     token = command("token", "create", "ann").stdout.strip()
     response = greet(f"Bearer {other.format(token)}")
     assert response.status_code == 401
@@ -80,15 +77,3 @@ def test_only_a_digest_is_kept(command, plain_sql):
     [row] = plain_sql.execute("SELECT * FROM token").fetchall()
     assert hashlib.sha256(token.encode()).digest() in row
     assert token.removeprefix("gardening_") not in str(row)
-
-
-def test_tokens_of_an_account_see_the_same_projects(command, app):
-    def bearer(account):
-        token = command("token", "create", account).stdout.strip()
-        return {"Authorization": f"Bearer {token}"}
-
-    client, ann = app.test_client(), bearer("ann")
-    project = client.post(PROJECTS, json={}, headers=ann).json
-    everybody = [ann, bearer("ann"), bearer("bob")]
-    seen = [client.get(PROJECTS, headers=each).json for each in everybody]
-    assert seen == [[project], [project], []]

@@ -1,4 +1,4 @@
-"""`flask backup` and `flask restore`: from and to either engine, whole or not at all."""
+"""`flask backup` and `flask restore`: whole or not at all."""
 
 import json
 import os
@@ -8,7 +8,6 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-import tempfile
 import threading
 from contextlib import closing, suppress
 from pathlib import Path
@@ -25,15 +24,10 @@ from helpers.old_schemas import create_old_schema
 from helpers.running import (
     BIN,
     LIMIT,
-    NEEDS_ROOT,
-    ON_POSTGRESQL,
-    ON_SQLITE,
     POINT,
     ROOT,
     at_once,
     environment_of,
-    fill,
-    needs,
     run,
     store_on,
     wait_for,
@@ -84,16 +78,10 @@ def first_id(store):
     return json.loads(store.list_projects("ann").document)[0]["id"]
 
 
-@pytest.fixture(params=["SQLite", "PostgreSQL"])
-def target(request, tmp_path):
-    """Another empty database, one of each engine."""
-    if request.param == "SQLite":
-        yield str(tmp_path / "another.db")
-    else:
-        pgserver = request.getfixturevalue("pgserver")
-        target = pgserver.create_database()
-        yield target
-        pgserver.drop_database(target)
+@pytest.fixture
+def target(tmp_path):
+    """The path of a database to restore to, which is not there yet."""
+    return str(tmp_path / "target.db")
 
 
 @pytest.fixture
@@ -103,6 +91,7 @@ def file(tmp_path):
 
 @pytest.fixture
 def target_store(target):
+    """A store on the target, which has opened and created nothing yet."""
     with closing(store_on(target)) as target_store:
         yield target_store
 
@@ -201,13 +190,10 @@ def printed_on_a_terminal(database, *arguments, status):
     return "".join(printed)
 
 
-def test_terminal_shows_how_far_a_long_copy_is(filled, target, tmp_path):
+def test_terminal_shows_how_far_a_restore_is(filled, target):
     """And elsewhere nothing is shown, which the other tests see."""
     printed = printed_on_a_terminal(target, "restore", filled, status=0)
     assert "61/61" in printed and "Error" not in printed
-    if target.startswith("postgresql://"):
-        file = str(tmp_path / "again.db")
-        assert "61/61" in printed_on_a_terminal(target, "backup", file, status=0)
     told = printed_on_a_terminal(target, "restore", filled, status=1)
     assert "Error: the database to fill is not empty" in told
 
@@ -219,37 +205,6 @@ def test_terminal_shows_one_line_of_a_row_that_is_refused(filled, target, tmp_pa
     assert "Traceback" not in printed
     assert len(re.findall("(?m)^Error: ", printed)) == 1
     assert printed.rstrip().endswith(f": {file}")
-
-
-@NEEDS_ROOT
-def test_copy_is_beside_the_data_and_not_in_tmp(
-    source, database, filled, mount, tmp_path, path, monkeypatch
-):
-    """On Debian 13, /tmp is memory."""
-    tmp, small = tmp_path / "tmp", tmp_path / "small"
-    mount(tmp, "16k")
-    mount(small, "32k")
-    monkeypatch.setenv("TMPDIR", str(tmp))
-    monkeypatch.setattr(tempfile, "tempdir", None)  # what Python remembers of it
-    folder = Path(f"{path}-folder")
-    folder.mkdir()
-    run_command(database, "backup", str(folder / "backup.db"))
-    run_command(str(folder / "restored.db"), "restore", str(folder / "backup.db"))
-    told = run_command(str(small / "x.db"), "restore", filled, status=1)
-    copy = f"{small}/gardening-.*.partial/copy"
-    assert re.fullmatch(f"Error: database or disk is full: {copy}\n", told)
-    assert list(tmp.iterdir()) == list(small.iterdir()) == []
-
-
-@NEEDS_ROOT
-def test_full_disk_leaves_no_half_backup(source, database, mount, tmp_path):
-    disk = tmp_path / "disk"
-    mount(disk, "64k")
-    fill(disk)
-    told = run_command(database, "backup", str(disk / "backup.db"), status=1)
-    assert told.startswith("Error: ") and told.endswith(f"{disk}/backup.db\n")
-    assert told.count("\n") == 1
-    assert os.listdir(disk) == ["filler"]
 
 
 def test_backup_is_the_state_of_one_moment(store, file, tmp_path):
@@ -287,7 +242,7 @@ def test_one_of_many_backups_to_one_file_is_made(source, file):
 
 
 @pytest.mark.parametrize("what", ["project", "token", "account"])
-def test_database_that_holds_something_is_left_alone(
+def test_restore_into_a_filled_database_is_refused(
     source, database, file, target_store, what
 ):
     backup(source.engine, file)
@@ -316,7 +271,7 @@ backup.restore(engine_on(sys.argv[1], ""), sys.argv[2])
 """
 
 
-def test_kill_in_the_middle_leaves_the_database_empty(
+def test_restore_that_is_killed_leaves_the_database_empty(
     source, file, target, target_store, tmp_path
 ):
     backup(source.engine, file)
@@ -454,7 +409,7 @@ def test_damaged_backup_is_refused_or_can_be_read(filled, tmp_path):
     assert 10 < refused < 40
 
 
-def test_file_that_is_no_backup_is_refused_in_one_line(path, tmp_path):
+def test_file_that_is_no_backup_is_refused_in_one_line(database, tmp_path):
     """As a command, which has a limit: a pipe would be read for ever."""
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -467,10 +422,10 @@ def test_file_that_is_no_backup_is_refused_in_one_line(path, tmp_path):
     before = set(folder.iterdir())
     for file in (*before, folder / "missing", folder):
         command = [BIN / "flask", "restore", file]
-        told = run(*command, environment=environment_of(path), status=1).stderr
+        told = run(*command, environment=environment_of(database), status=1).stderr
         assert re.fullmatch(f"Error: [^\n]+: {file}\n", told)
     assert set(folder.iterdir()) == before
-    assert not os.path.exists(path)
+    assert not os.path.exists(database)
 
 
 OLDER = range(OLDEST, SCHEMA_VERSION)
@@ -493,7 +448,6 @@ def test_backup_of_an_older_release_is_brought_up_to_date(
     assert Path(file).read_bytes() == before
 
 
-@ON_SQLITE
 def test_file_that_appears_during_a_backup_is_not_replaced(source, file, monkeypatch):
     """On a file system with links, and on one without."""
     for link in (os.link, None):
@@ -514,22 +468,6 @@ def refuse(*_):
     raise PermissionError(1, "Operation not permitted")  # as Linux says of FAT
 
 
-@NEEDS_ROOT
-def test_what_root_creates_belongs_to_the_owner_of_the_folder(tmp_path):
-    folder = tmp_path / "data"
-    folder.mkdir()
-    os.chown(folder, 65534, 65534)
-    database = str(folder / "gardening.db")
-    run_command(database, "token", "create", "ann")
-    run_command(database, "backup", str(folder / "backup.db"))
-    files = list(folder.iterdir())
-    assert len(files) >= 3
-    assert {(f.stat().st_uid, f.stat().st_gid) for f in files} == {(65534, 65534)}
-    os.chown(database, 0, 0)
-    run_command(database, "token", "create", "ann")
-    assert os.stat(database).st_uid == 0  # what is there is left as it is
-
-
 def test_backup_knows_every_table(plain_sql, open_store):
     """A table that is missing from COLUMNS would be lost in silence."""
     open_store()
@@ -541,96 +479,18 @@ def test_backup_knows_every_table(plain_sql, open_store):
     assert tables == set(COLUMNS)
 
 
-@ON_SQLITE
 @pytest.mark.parametrize("name", ["a#1.db", "odd ?%20&.db", "file:x?mode=rw", "grün"])
-def test_backup_may_have_any_name(source, database, tmp_path, monkeypatch, name):
+def test_backup_may_have_any_name(
+    source, database, target, tmp_path, monkeypatch, name
+):
     """Also one that is relative to the present folder."""
     monkeypatch.chdir(tmp_path)
     assert run_command(database, "backup", name) == ""
     told = "Restored: accounts 2, Projects 19, tokens 2.\n"
-    assert run_command(str(tmp_path / "target.db"), "restore", name) == told
+    assert run_command(target, "restore", name) == told
 
 
-LONGER = 4.7  # seconds, than a request may wait for PostgreSQL
-SLOW_FILLING = f"""
-CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS
-    $$BEGIN PERFORM pg_sleep({LONGER}); RETURN NULL; END$$;
-CREATE TRIGGER slow BEFORE INSERT ON account EXECUTE FUNCTION slow()
-"""
-SLOW_READING = f"""
-ALTER TABLE account RENAME TO accounts;
-CREATE VIEW account AS SELECT accounts.* FROM accounts, pg_sleep({LONGER})
-"""
-
-
-@ON_POSTGRESQL
-def test_restore_may_take_longer_than_a_request(store, plain_sql, filled):
-    plain_sql.execute(SLOW_FILLING)
-    restore(store.engine, filled)
-    assert [account.name for account in store.list_accounts()] == ["ann", "bob"]
-
-
-@ON_POSTGRESQL
-def test_backup_may_take_longer_than_a_request(store, plain_sql, file):
-    store.create_project("ann", {})
-    plain_sql.execute(SLOW_READING)
-    backup(store.engine, file)
-    with closing(sqlite3.connect(file)) as copy:
-        assert copy.execute("SELECT name FROM account").fetchall() == [("ann",)]
-
-
-@ON_POSTGRESQL
-def test_silence_of_the_server_is_not_blamed_on_the_file(
-    store, pgserver, database, file
-):
-    from deployment.servers.pgserver import silence
-
-    store.check()  # over the connection that the backup takes
-    told = f"no response before the deadline, while copying to {file}"
-    with silence(pgserver, database), pytest.raises(Unavailable, match=f"^{told}$"):
-        backup(store.engine, file)
-
-
-@ON_SQLITE
-@needs("strace")
-def test_backup_is_on_the_disk_before_it_has_its_name(store, database, file, tmp_path):
-    """By an fsync of our own, whatever SQLite does."""
-    calls = "trace=fsync,link,linkat"
-    command = ["strace", "-f", "-qq", "-y", "-o", tmp_path / "calls", "-e", calls]
-    environment = os.environ | {"FLASK_DATABASE": database}
-    run(*command, BIN / "flask", "backup", file, environment=environment)
-    # Before the names, linkat has the folder that a relative one would start from.
-    names = r"(fsync|link).*?(?:\"|\(\d+<)[^\">]*/([^\">]+)"
-    made = re.findall(names, (tmp_path / "calls").read_text())
-    made = [
-        (call, re.sub("gardening-.*partial", "partial", name)) for call, name in made
-    ]
-    assert made == [("fsync", "partial"), ("link", "partial"), ("fsync", tmp_path.name)]
-
-
-BACK_UP = """
-import sys
-from resource import RUSAGE_SELF, getrusage
-from engines import backup
-from engines.postgres import PostgreSQL
-engine = PostgreSQL(sys.argv[1])
-engine.check()
-before = getrusage(RUSAGE_SELF).ru_maxrss
-backup.backup(engine, sys.argv[2])
-print(getrusage(RUSAGE_SELF).ru_maxrss - before)
-"""
-
-
-@ON_POSTGRESQL
-def test_backup_does_not_hold_a_table_in_memory(store, plain_sql, database, file):
-    plain_sql.execute("""INSERT INTO project (id, account, seq, name, created_at, updated_at)
-        SELECT n, 'ann', n, repeat('x', 10000), 1, 1 FROM generate_series(1, 4000) AS n""")
-    ended = run(sys.executable, "-c", BACK_UP, database, file)
-    assert os.path.getsize(file) > 40_000_000
-    assert int(ended.stdout) < 20_000  # KiB
-
-
-def test_backup_can_be_served_as_it_is(store, file):
+def test_backup_can_be_served_directly(store, file):
     store.create_project("ann", {})
     backup(store.engine, file)
     with closing(store_on(file)) as copy:
@@ -642,18 +502,12 @@ def test_backup_can_be_served_as_it_is(store, file):
         assert [account.projects for account in copy.list_accounts()] == [1]
 
 
-@pytest.mark.parametrize("field", ["name", "postal_code"])
-def test_u0000_of_an_older_release_is_refused_by_postgresql_alone(
-    filled, tmp_path, target, field
-):
+def test_u0000_of_an_older_release_is_kept(filled, target_store, tmp_path):
     file = shutil.copy(filled, tmp_path)
-    with closing(sqlite3.connect(file)) as copy, copy:
-        copy.execute(f"UPDATE project SET {field} = ?", ["a\0"])
-    if target.startswith("postgresql://"):
-        told = run_command(target, "restore", file, status=1)
-        assert "NUL" in told and told.count("\n") == 1
-    else:
-        run_command(target, "restore", file)
+    spoil(file, "UPDATE project SET name = 'a' || char(0) WHERE account = 'ann'")
+    restore(target_store.engine, file)
+    [project] = json.loads(target_store.list_projects("ann").document)
+    assert project["name"] == "a\0"
 
 
 # What only an operator's own SQL can do; the file is whole, and what is counted is counted.
@@ -667,7 +521,7 @@ MENDED = {
 
 
 @pytest.mark.parametrize("script", MENDED.values(), ids=MENDED)
-def test_what_is_counted_is_counted_anew(filled, target_store, tmp_path, script):
+def test_restore_counts_projects_anew(filled, target_store, tmp_path, script):
     file = shutil.copy(filled, tmp_path)
     spoil(file, script)
     restore(target_store.engine, file)
@@ -693,7 +547,9 @@ CREATE TRIGGER endless AFTER UPDATE ON account
 
 
 @pytest.mark.parametrize("version", [*OLDER, SCHEMA_VERSION], ids="version-{}".format)
-def test_nothing_in_a_backup_is_run(tmp_path, file, target, target_store, version):
+def test_triggers_and_views_in_a_backup_never_run(
+    tmp_path, file, target, target_store, version
+):
     with closing(sqlite3.connect(tmp_path / "theirs.db")) as theirs:
         create_old_schema(theirs, version)
         theirs.executescript(HOSTILE)

@@ -167,15 +167,15 @@ DAMAGES = {"401": "DELETE FROM token", "500": "DROP TABLE token", "503": "remove
 
 @pytest.mark.parametrize("failure, damage", DAMAGES.items())
 def test_failure_is_that_of_a_damaged_database(
-    failing, environment, token, path, failure, damage
+    failing, environment, token, database, failure, damage
 ):
     client, _ = failing(failure)
     with gunicorn(environment) as (_, port), Client(port, token) as real:
         assert real.call("GET", "/api/v1/hello-service")[0] == 200
         if damage == "removed":
-            os.remove(path)
+            os.remove(database)
         else:
-            with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+            with closing(sqlite3.connect(database, isolation_level=None)) as connection:
                 connection.execute(damage)
         expected = own_parts(real.fetch("POST", PROJECTS, "{}", **JSON))
     assert own_parts(client.fetch("POST", PROJECTS, "{}", **JSON)) == expected

@@ -16,46 +16,20 @@ from helpers.openapi import HELLO
 from helpers.running import (
     BIN,
     LIMIT,
-    NEEDS_ROOT,
     PROJECTS,
     TWO_WORKERS,
     Client,
-    fill,
     flask,
     flask_run,
     gunicorn,
     replaced,
     run,
-    token_on,
     wait_for,
     workers,
 )
 from helpers.testservice import copy_service
 
 BROKEN = (OSError, http.client.HTTPException)
-
-
-@NEEDS_ROOT
-def test_full_disk_stops_writes_until_there_is_room(environment, mount, tmp_path):
-    disk = tmp_path / "disk"
-    mount(disk, "1m")
-    environment |= {"FLASK_DATABASE": str(disk / "gardening.db")}
-    token = token_on(environment["FLASK_DATABASE"])
-    with gunicorn(environment) as (_, port), Client(port, token) as client:
-        body, acknowledged = {"name": "x" * 1000}, 1
-        assert client.call("POST", PROJECTS, body)[0] == 201
-        fill(disk)
-        for _ in range(1000):  # what SQLite has reserved is to be full as well
-            status, headers, _ = client.ask("POST", PROJECTS, body)
-            if status != 201:
-                break
-            acknowledged += 1
-        assert (status, headers["Retry-After"]) == (503, "5")
-        assert len(client.call("GET", PROJECTS)[1]) == acknowledged
-        (disk / "filler").unlink()
-        assert client.call("POST", PROJECTS, body)[0] == 201
-    with closing(sqlite3.connect(environment["FLASK_DATABASE"])) as connection:
-        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
 
 
 def test_token_revoked_by_command_is_invalid_in_every_worker(environment, token):
@@ -91,13 +65,13 @@ def test_accepted_request_gets_its_response_after_sigterm(environment, token):
     [["flask", "run", "--port=0"], ["flask", "token", "list"], ["gunicorn"]],
     ids=lambda command: "-".join(command[:2]),
 )
-def test_unusable_database_is_refused_at_start(environment, path, command):
-    Path(path).write_text("This is no database." * 100)
+def test_unusable_database_is_refused_at_start(environment, database, command):
+    Path(database).write_text("This is no database." * 100)
     program, *arguments = command
     refused = run(BIN / program, *arguments, environment=environment, status=1)
-    assert refused.stderr.count(f"Error: file is not a database: {path}\n") == 1
+    assert refused.stderr.count(f"Error: file is not a database: {database}\n") == 1
     assert "Traceback" not in refused.stderr
-    assert Path(path).read_text() == "This is no database." * 100
+    assert Path(database).read_text() == "This is no database." * 100
 
 
 def test_newcomer_is_told_the_next_step(tmp_path):
@@ -131,10 +105,10 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_second_use_in_a_process_loses_no_acknowledged_write(path):
+def test_second_use_in_a_process_loses_no_acknowledged_write(database):
     """A file that a process closes itself loses the locks that SQLite has on it."""
-    run(sys.executable, "-c", SECOND_USE, path, status=-signal.SIGKILL)
-    with closing(sqlite3.connect(path)) as connection:
+    run(sys.executable, "-c", SECOND_USE, database, status=-signal.SIGKILL)
+    with closing(sqlite3.connect(database)) as connection:
         count = "SELECT count(*) FROM project"
         assert connection.execute(count).fetchall() == [(21,)]
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
@@ -142,7 +116,7 @@ def test_second_use_in_a_process_loses_no_acknowledged_write(path):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP], ids=["kill", "HUP"])
 def test_worker_that_starts_without_the_file_says_so_and_creates_none(
-    environment, token, path, number
+    environment, token, database, number
 ):
     with gunicorn(environment) as (process, port):
 
@@ -152,22 +126,22 @@ def test_worker_that_starts_without_the_file_says_so_and_creates_none(
 
         assert status() == 200
         [worker] = workers(process.pid)
-        away = f"{path}-away"
+        away = f"{database}-away"
         for suffix in ("", "-wal"):  # beside which no file would be created
-            os.rename(path + suffix, away + suffix)
+            os.rename(database + suffix, away + suffix)
         os.kill(worker if number == signal.SIGKILL else process.pid, number)
         wait_for(lambda: workers(process.pid) not in ([], [worker]))
         wait_for(lambda: status() == 503)
-        assert not os.path.exists(path)
+        assert not os.path.exists(database)
         for suffix in ("", "-wal"):
-            os.rename(away + suffix, path + suffix)
+            os.rename(away + suffix, database + suffix)
         wait_for(lambda: status() == 200)
         assert process.poll() is None
 
 
 @pytest.mark.parametrize("is_met", [False, True], ids=["idle", "asked"])
 def test_service_that_is_stopped_leaves_nothing_beside_a_replaced_file(
-    environment, token, path, tmp_path, is_met
+    environment, token, database, tmp_path, is_met
 ):
     backup = tmp_path / "backup.db"
     with gunicorn(environment, TWO_WORKERS) as (process, port):
@@ -176,28 +150,28 @@ def test_service_that_is_stopped_leaves_nothing_beside_a_replaced_file(
             flask("backup", str(backup), environment=environment)
             for _ in range(20):
                 client.call("POST", PROJECTS, {"name": "after the backup"})
-        os.rename(backup, path)
+        os.rename(backup, database)
         if is_met:
             with Client(port, token) as client:
                 assert client.call("POST", PROJECTS, {})[0] == 503
         process.terminate()
         assert process.wait(LIMIT) == 0
-    with closing(sqlite3.connect(path)) as connection:
+    with closing(sqlite3.connect(database)) as connection:
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
         names = connection.execute("SELECT name FROM project").fetchall()
         assert names == [("in the backup",)]
 
 
 def test_worker_takes_no_file_that_has_replaced_the_one_it_started_with(
-    environment, token, path
+    environment, token, database
 ):
     """Nobody has called it before."""
     with gunicorn(environment) as (_, port):
         with Client(port, token) as client:
             client.call("GET", HELLO)  # it has started
-        with closing(sqlite3.connect(path)) as copied:
-            copied.execute("VACUUM INTO ?", [f"{path}-copy"])
-        os.rename(f"{path}-copy", path)
+        with closing(sqlite3.connect(database)) as copied:
+            copied.execute("VACUUM INTO ?", [f"{database}-copy"])
+        os.rename(f"{database}-copy", database)
         with Client(port, token) as client:
             assert client.call("POST", PROJECTS, {})[0] == 503
 

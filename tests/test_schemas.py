@@ -47,7 +47,7 @@ def errors_of(schema, body):
         {"name": "😀" * 1000, "postal_code": "9\x01 \u2028\n" * 20},
     ],
 )
-def test_project_members_come_through_unchanged(body):
+def test_valid_project_comes_through_unchanged(body):
     assert load(body) == body
 
 
@@ -59,13 +59,13 @@ def test_point_keeps_its_numbers(coordinates):
     assert json.loads(json.dumps(loaded)) == at(*coordinates)
 
 
-@pytest.mark.parametrize("value", [None, 1, "x", [], {"a": 1}])
-def test_output_only_members_are_ignored_whatever_they_hold(value):
+@pytest.mark.parametrize("value", [None, {"a": 1}])
+def test_output_only_fields_are_ignored(value):
     names = ("id", "created_at", "updated_at", "version")
     assert load(dict.fromkeys(names, value)) == {}
 
 
-@pytest.mark.parametrize("body", [None, 1, "x", [], [{}], True, 1.5])
+@pytest.mark.parametrize("body", [None, "x", []])
 def test_body_that_is_no_object_is_refused(body):
     assert errors(body) == {"_schema": ["The body must be a JSON object."]}
 
@@ -78,13 +78,10 @@ def test_length_of_text_is_limited_in_characters():
         assert message == f"Longer than maximum length {len(text)}."
 
 
-NOT_STORED = ["\0", "a\0b", "a\n\0", "\ud800", "a\udfffb\n"]
-
-
-@pytest.mark.parametrize("value", [1, 1.5, True, [], {}, ["x"], *NOT_STORED])
-@pytest.mark.parametrize("field", ["name", "postal_code"])
-def test_text_is_a_unicode_string(field, value):
-    assert list(errors({field: value})) == [field]
+@pytest.mark.parametrize("value", [1, True, ["x"], "a\n\0", "\ud800"])
+def test_text_is_a_unicode_string(value):
+    texts = {"name": value, "postal_code": value}
+    assert set(errors(texts)) == set(texts)
 
 
 NO_POINTS = [1, "Point", [], [-122.4, 37.7], {}, {"type": "Point"}]
@@ -103,7 +100,7 @@ def test_location_is_a_point_on_earth(location):
     assert list(errors({"location": location})) == ["location"]
 
 
-def test_every_wrong_member_is_named_where_it_stands():
+def test_every_wrong_field_is_named_at_its_place():
     body = {"name": 1, "nmae": "x"} | at("1", 91)
     found = errors(body)
     assert set(found) == {"name", "nmae", "location"}
@@ -126,14 +123,13 @@ def test_page_and_size_have_defaults(query, page, size, after):
     assert loaded == {"page": page, "size": size, "after": after}
 
 
-NO_NUMBERS = ["-1", "x", "", "1.5", "1e3", "0x10", "1_0", "+1", " 1", "1 ", "1\n", "١"]
-NO_NUMBERS += ["²", "①", "9" * 5000]
+NO_NUMBERS = ["", "-1", "1.5", "1_0", " 1", "1\n", "١", "9" * 5000]
 
 
 @pytest.mark.parametrize("value", [*NO_NUMBERS, str(2**53)])
-@pytest.mark.parametrize("name", ["page", "after"])
-def test_page_and_after_are_numbers_from_0(value, name):
-    assert list(errors_of(schemas.PAGE, {name: value})) == [name]
+def test_page_and_after_are_numbers_from_0(value):
+    query = {"page": value, "after": value}
+    assert set(errors_of(schemas.PAGE, query)) == set(query)
 
 
 @pytest.mark.parametrize("value", [*NO_NUMBERS, "0", "1001"])

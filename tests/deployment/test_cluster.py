@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from contextlib import ExitStack, closing, suppress
 
+import psycopg
 import pytest
 
 from app import create_app
@@ -17,7 +18,6 @@ from deployment.servers.pgserver import (
     BACKENDS,
     CITUS,
     execute,
-    psycopg,
     start_cluster,
 )
 from engines.backup import backup, restore
@@ -131,9 +131,11 @@ def counted(url):
     return row
 
 
-def test_calls_are_answered_alike_at_every_node_and_go_to_one(nodes, path, client_at):
+def test_calls_are_answered_alike_at_every_node_and_go_to_one(
+    nodes, database, client_at
+):
     """Often enough for psycopg, and then PostgreSQL, to prepare each statement."""
-    expected = answers(client_at(path))
+    expected = answers(client_at(database))
     for url in nodes:
         client, other = client_at(url), client_at(url, "bob")
         before, _ = counted(url)

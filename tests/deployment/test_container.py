@@ -31,7 +31,7 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text().replace("\\\n", "")
 
 def test_image_has_the_driver_that_is_tested():
     pins = re.compile(r"psycopg\[binary\]==[\d.]+")
-    requirements = (ROOT / "tests/requirements.txt").read_text()
+    requirements = (ROOT / "tests/deployment/requirements.txt").read_text()
     assert pins.findall(DOCKERFILE) == pins.findall(requirements)
 
 
@@ -73,7 +73,7 @@ def test_image_holds_what_ships_and_nothing_else():
     assert re.search(r"(?m)^USER \d+$", DOCKERFILE)
 
 
-def test_probes_notice_a_lost_database_and_a_lost_service(environment, path):
+def test_probes_notice_a_lost_database_and_a_lost_service(environment, database):
     [check] = re.findall(r"HEALTHCHECK .* CMD (\[.*\])", DOCKERFILE)
     _, *arguments = json.loads(check)
     [probes] = blocks(PAGE, "Kubernetes", "yaml")
@@ -83,7 +83,7 @@ def test_probes_notice_a_lost_database_and_a_lost_service(environment, path):
         environment["GARDENING_BIND"] = f"127.0.0.1:{port}"
         run(sys.executable, *arguments, environment=environment)
         assert [client.fetch("GET", path)[0] for path in paths] == [200, 200]
-        os.rename(path, f"{path}-moved")
+        os.rename(database, f"{database}-moved")
         run(sys.executable, *arguments, environment=environment, status=1)
         assert [client.fetch("GET", path)[0] for path in paths] == [200, 503]
     run(sys.executable, *arguments, environment=environment, status=1)
@@ -113,14 +113,14 @@ def test_compose_file_is_valid_and_confines_the_service():
 
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_backup_of_a_container_is_restored_in_a_volume(
-    environment, path, tmp_path, is_lost
+    environment, database, tmp_path, is_lost
 ):
-    volume, copy = Path(path).parent, tmp_path / "copy"
+    volume, copy = Path(database).parent, tmp_path / "copy"
     page = "".join(blocks(PAGE, "Backup and restore")).replace("/data", str(volume))
     backup, restore, swap = re.findall("sh -ec '([^']*)'", page)
-    [database] = re.findall("--env FLASK_DATABASE=(\\S+) ", page)
+    [restored] = re.findall("--env FLASK_DATABASE=(\\S+) ", page)
     environment["PATH"] = f"{BIN}:{environment['PATH']}"
-    token = token_on(path)
+    token = token_on(database)
     with gunicorn(environment) as (_, port), Client(port, token) as client:
         kept = client.call("POST", PROJECTS, {"name": "Park"})[1]
         run(
@@ -130,17 +130,17 @@ def test_backup_of_a_container_is_restored_in_a_volume(
             environment=environment,
         )
         client.call("POST", PROJECTS, {"name": "written since"})
-        restoring = environment | {"FLASK_DATABASE": database}
+        restoring = environment | {"FLASK_DATABASE": restored}
         copied = f"({restore}) < {shlex.quote(str(copy))}"
         run("sh", "-ec", copied, environment=restoring)
         client.call("POST", PROJECTS, {"name": "written meanwhile"})
     if is_lost:
-        os.remove(path)
+        os.remove(database)
     run("sh", "-ec", swap, environment=environment)
     with gunicorn(environment) as (_, port), Client(port, token) as client:
         assert client.call("GET", PROJECTS) == (200, [kept])
     if is_lost:
         return
     [before] = volume.glob("before-*/gardening.db")
-    with closing(sqlite3.connect(before)) as database:
-        assert database.execute("SELECT count(*) FROM project").fetchall() == [(3,)]
+    with closing(sqlite3.connect(before)) as connection:
+        assert connection.execute("SELECT count(*) FROM project").fetchall() == [(3,)]

@@ -162,19 +162,19 @@ class Services:
         return calls
 
 
-def test_history_on_sqlite(path):
+def test_history_on_sqlite(database):
     """It begins with two services that create the file."""
 
     def lock():
         """As another program may do, for longer than a request waits."""
-        with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        with closing(sqlite3.connect(database, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
             time.sleep(1.2)
 
-    with Services(path) as two:
+    with Services(database) as two:
         faults = two.kill_a_worker, two.stop_a_worker, two.reload, two.start_again
-        check(two.history(token_on(path), *faults, lock))
-    with closing(sqlite3.connect(path)) as connection:
+        check(two.history(token_on(database), *faults, lock))
+    with closing(sqlite3.connect(database)) as connection:
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
         assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
 

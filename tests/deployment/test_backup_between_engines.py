@@ -1,0 +1,31 @@
+"""A backup moves a database from SQLite to PostgreSQL, and back."""
+
+import pytest
+
+from test_backup import (
+    file,
+    source,
+    target_store,
+    test_restore_into_a_filled_database_is_refused,
+    test_restored_database_is_the_same_and_goes_on,
+    test_seq_of_a_deleted_project_is_not_given_again,
+)
+
+
+@pytest.fixture(params=["to PostgreSQL", "from PostgreSQL"])
+def pair(request, postgresql, tmp_path):
+    """The database to back up, and the one to fill."""
+    file = str(tmp_path / "gardening.db")
+    return (
+        (file, postgresql) if request.param == "to PostgreSQL" else (postgresql, file)
+    )
+
+
+@pytest.fixture
+def database(pair):
+    return pair[0]
+
+
+@pytest.fixture
+def target(pair):
+    return pair[1]

@@ -1,0 +1,98 @@
+"""PostgreSQL passes the tests of tests/test_backup.py, from one database to another."""
+
+import os
+import shutil
+import sqlite3
+import sys
+from contextlib import closing
+
+import pytest
+
+from deployment.servers.pgserver import silence
+from deployment.test_disk import (
+    test_copy_is_beside_the_data_and_not_in_tmp,
+    test_full_disk_leaves_no_half_backup,
+)
+from engines.backup import backup, restore
+from engines.base import Unavailable
+from helpers.running import run
+from test_backup import *
+
+
+@pytest.fixture
+def database(postgresql):
+    return postgresql
+
+
+@pytest.fixture
+def target(new_postgresql):
+    return new_postgresql
+
+
+def test_terminal_shows_how_far_a_backup_is(store, filled, database, file):
+    restore(store.engine, filled)
+    assert "61/61" in printed_on_a_terminal(database, "backup", file, status=0)
+
+
+LONGER = 4.7  # seconds, than a request may wait for PostgreSQL
+SLOW_FILLING = f"""
+CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS
+    $$BEGIN PERFORM pg_sleep({LONGER}); RETURN NULL; END$$;
+CREATE TRIGGER slow BEFORE INSERT ON account EXECUTE FUNCTION slow()
+"""
+SLOW_READING = f"""
+ALTER TABLE account RENAME TO accounts;
+CREATE VIEW account AS SELECT accounts.* FROM accounts, pg_sleep({LONGER})
+"""
+
+
+def test_restore_may_take_longer_than_a_request(store, plain_sql, filled):
+    plain_sql.execute(SLOW_FILLING)
+    restore(store.engine, filled)
+    assert [account.name for account in store.list_accounts()] == ["ann", "bob"]
+
+
+def test_backup_may_take_longer_than_a_request(store, plain_sql, file):
+    store.create_project("ann", {})
+    plain_sql.execute(SLOW_READING)
+    backup(store.engine, file)
+    with closing(sqlite3.connect(file)) as copy:
+        assert copy.execute("SELECT name FROM account").fetchall() == [("ann",)]
+
+
+def test_silence_of_the_server_is_not_blamed_on_the_file(
+    store, pgserver, database, file
+):
+    store.check()  # over the connection that the backup takes
+    told = f"no response before the deadline, while copying to {file}"
+    with silence(pgserver, database), pytest.raises(Unavailable, match=f"^{told}$"):
+        backup(store.engine, file)
+
+
+BACK_UP = """
+import sys
+from resource import RUSAGE_SELF, getrusage
+from engines import backup
+from engines.postgres import PostgreSQL
+engine = PostgreSQL(sys.argv[1])
+engine.check()
+before = getrusage(RUSAGE_SELF).ru_maxrss
+backup.backup(engine, sys.argv[2])
+print(getrusage(RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_backup_does_not_hold_a_table_in_memory(store, plain_sql, database, file):
+    plain_sql.execute("""INSERT INTO project (id, account, seq, name, created_at, updated_at)
+        SELECT n, 'ann', n, repeat('x', 10000), 1, 1 FROM generate_series(1, 4000) AS n""")
+    ended = run(sys.executable, "-c", BACK_UP, database, file)
+    assert os.path.getsize(file) > 40_000_000
+    assert int(ended.stdout) < 20_000  # KiB
+
+
+# In place of the imported test: SQLite keeps it.
+def test_u0000_of_an_older_release_is_kept(filled, target, tmp_path):
+    file = shutil.copy(filled, tmp_path)
+    spoil(file, "UPDATE project SET name = 'a' || char(0)")
+    told = run_command(target, "restore", file, status=1)
+    assert "NUL" in told and told.count("\n") == 1

@@ -1,0 +1,138 @@
+"""SQLite files and backups on disks that fail, are full, or belong to somebody else."""
+
+import os
+import re
+import sqlite3
+import tempfile
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from helpers.running import (
+    BIN,
+    PROJECTS,
+    Client,
+    environment_of,
+    fill,
+    gunicorn,
+    run,
+    token_on,
+)
+from test_backup import file, filled, run_command, source
+from test_sqlite import attempt
+
+STRACE = ["strace", "-f", "-qq", "-o", os.devnull, "-e"]
+
+
+def test_sqlite_itself_creates_no_file(park, database, tmp_path):
+    """SQLite might put another in the place of one that was lost meanwhile."""
+    calls = tmp_path / "calls"
+    attempt(
+        database,
+        "write(store)",
+        "strace",
+        "-f",
+        "-o",
+        calls,
+        "-e",
+        "%file",
+        "-P",
+        database,
+    )
+    assert "O_RDWR" in calls.read_text() and "O_CREAT" not in calls.read_text()
+
+
+@pytest.mark.parametrize("key", [None, "k"])
+def test_write_that_the_disk_failed_to_sync_is_in_doubt(store, park, database, key):
+    """After a crash, SQLite may find it in the WAL."""
+    fault = [*STRACE, "inject=fdatasync,fsync:error=EIO"]
+    printed = attempt(database, f"write(store, {key!r})", *fault)
+    assert printed == f"OutcomeUnknown disk I/O error: {database}\n"
+
+
+def test_read_that_the_disk_failed_leaves_nothing_in_doubt(store, park, database):
+    store.close()
+    fault = [*STRACE, "inject=pread64:error=EIO", "-P", database]
+    printed = attempt(database, "read(store)", *fault)
+    assert printed == f"Unavailable disk I/O error: {database}\n"
+
+
+def test_full_disk_stops_writes_until_there_is_room(mount, tmp_path):
+    disk = tmp_path / "disk"
+    mount(disk, "1m")
+    database = str(disk / "gardening.db")
+    token = token_on(database)
+    with gunicorn(environment_of(database)) as (_, port), Client(port, token) as client:
+        body, acknowledged = {"name": "x" * 1000}, 1
+        assert client.call("POST", PROJECTS, body)[0] == 201
+        fill(disk)
+        for _ in range(1000):  # what SQLite has reserved is to be full as well
+            status, headers, _ = client.ask("POST", PROJECTS, body)
+            if status != 201:
+                break
+            acknowledged += 1
+        assert (status, headers["Retry-After"]) == (503, "5")
+        assert len(client.call("GET", PROJECTS)[1]) == acknowledged
+        (disk / "filler").unlink()
+        assert client.call("POST", PROJECTS, body)[0] == 201
+    with closing(sqlite3.connect(database)) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+
+
+def test_copy_is_beside_the_data_and_not_in_tmp(
+    source, database, filled, mount, tmp_path, monkeypatch
+):
+    """On Debian 13, /tmp is memory."""
+    tmp, small = tmp_path / "tmp", tmp_path / "small"
+    mount(tmp, "16k")
+    mount(small, "32k")
+    monkeypatch.setenv("TMPDIR", str(tmp))
+    monkeypatch.setattr(tempfile, "tempdir", None)  # what Python remembers of it
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    run_command(database, "backup", str(folder / "backup.db"))
+    run_command(str(folder / "restored.db"), "restore", str(folder / "backup.db"))
+    told = run_command(str(small / "x.db"), "restore", filled, status=1)
+    copy = f"{small}/gardening-.*.partial/copy"
+    assert re.fullmatch(f"Error: database or disk is full: {copy}\n", told)
+    assert list(tmp.iterdir()) == list(small.iterdir()) == []
+
+
+def test_full_disk_leaves_no_half_backup(source, database, mount, tmp_path):
+    disk = tmp_path / "disk"
+    mount(disk, "64k")
+    fill(disk)
+    told = run_command(database, "backup", str(disk / "backup.db"), status=1)
+    assert told.startswith("Error: ") and told.endswith(f"{disk}/backup.db\n")
+    assert told.count("\n") == 1
+    assert os.listdir(disk) == ["filler"]
+
+
+def test_backup_is_on_the_disk_before_it_has_its_name(store, database, file, tmp_path):
+    """By an fsync of our own, whatever SQLite does."""
+    calls = "trace=fsync,link,linkat"
+    command = ["strace", "-f", "-qq", "-y", "-o", tmp_path / "calls", "-e", calls]
+    run(*command, BIN / "flask", "backup", file, environment=environment_of(database))
+    # Before the names, linkat has the folder that a relative one would start from.
+    names = r"(fsync|link).*?(?:\"|\(\d+<)[^\">]*/([^\">]+)"
+    made = re.findall(names, (tmp_path / "calls").read_text())
+    made = [
+        (call, re.sub("gardening-.*partial", "partial", name)) for call, name in made
+    ]
+    assert made == [("fsync", "partial"), ("link", "partial"), ("fsync", tmp_path.name)]
+
+
+def test_files_that_root_creates_belong_to_the_owner_of_the_folder(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    os.chown(folder, 65534, 65534)
+    database = str(folder / "gardening.db")
+    run_command(database, "token", "create", "ann")
+    run_command(database, "backup", str(folder / "backup.db"))
+    files = list(folder.iterdir())
+    assert len(files) >= 3
+    assert {(f.stat().st_uid, f.stat().st_gid) for f in files} == {(65534, 65534)}
+    os.chown(database, 0, 0)
+    run_command(database, "token", "create", "ann")
+    assert os.stat(database).st_uid == 0  # what is there is left as it is
