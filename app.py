@@ -5,6 +5,7 @@ handlers of problems.py.
 """
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -26,7 +27,7 @@ from reading import (
     read_precondition,
 )
 from schemas import MAX_PAGE
-from store import Page, Store
+from store import MAX_PROJECTS, Page, Store
 
 TITLE = "Gardening Project Service"
 
@@ -34,7 +35,7 @@ api = Blueprint("api", __name__)
 
 
 def create_app(config: Mapping[str, Any] | None = None) -> Flask:
-    """Build the service; DATABASE and PREFIX in `config` override the environment.
+    """Build the service; DATABASE, MAX_PROJECTS and PREFIX in `config` override the environment.
 
     It opens no file, except under `flask run`, which creates the database. Raises ValueError
     for a setting that is wrong.
@@ -43,14 +44,16 @@ def create_app(config: Mapping[str, Any] | None = None) -> Flask:
     app.config["MAX_CONTENT_LENGTH"] = MAX_CONTENT_LENGTH
     app.config["PROVIDE_AUTOMATIC_OPTIONS"] = False
     app.config["DATABASE"] = os.environ.get("FLASK_DATABASE", "")
+    app.config["MAX_PROJECTS"] = os.environ.get("GARDENING_MAX_PROJECTS", MAX_PROJECTS)
     app.config["PREFIX"] = os.environ.get("GARDENING_PREFIX", "")
     app.config.update(config or {})
     default = os.path.join(app.instance_path, "gardening.db")
     try:
         engine = engine_on(str(app.config["DATABASE"] or ""), default)  # a Path will do
+        max_projects = positive_number(app.config["MAX_PROJECTS"])
     except ValueError as error:
         raise commands.WrongSetting(str(error)) from error
-    app.extensions["store"] = Store(engine)
+    app.extensions["store"] = Store(engine, max_projects=max_projects)
     if prefix := str(app.config["PREFIX"] or "").strip("/"):
         app.wsgi_app = without_prefix(app.wsgi_app, f"/{prefix}")  # type: ignore[assignment]
     app.url_map.merge_slashes = False  # "a//b" is not redirected to "a/b"
@@ -62,6 +65,13 @@ def create_app(config: Mapping[str, Any] | None = None) -> Flask:
     swagger.add_to(app, TITLE)
     commands.add_to(app)
     return app
+
+
+def positive_number(setting: object) -> int:
+    """Raises ValueError for what is none, or more than a database can count."""
+    if not re.fullmatch("0*[1-9][0-9]{0,17}", str(setting)):
+        raise ValueError("GARDENING_MAX_PROJECTS must be a whole number, 1 or more")
+    return int(str(setting))
 
 
 def without_prefix(wsgi_app: WSGIApplication, prefix: str) -> WSGIApplication:

@@ -12,7 +12,7 @@ from marshmallow import ValidationError
 from werkzeug.exceptions import HTTPException
 
 from engines.base import OutcomeUnknown, Unavailable
-from store import KeyReused, KeySpent, NotFound, Stale
+from store import AccountFull, KeyReused, KeySpent, NotFound, Stale
 
 RETRY_AFTER = 5  # seconds; deploy/nginx.conf says the same
 RETRY = {"Retry-After": str(RETRY_AFTER)}
@@ -29,7 +29,7 @@ class Answer(NamedTuple):
     """What a caller is told of an error of the store."""
 
     status: int
-    detail: str
+    detail: str  # {} is the argument of the error
     # `type` only where a program must tell apart errors of one status. Every 422 has `errors`.
     extensions: Mapping[str, object] = {}
     headers: Mapping[str, str] = {}
@@ -50,6 +50,11 @@ STORE_ERRORS = {
         409,
         "The Project of this Idempotency-Key has been deleted.",
         {"type": "urn:gardening:key-spent"},
+    ),
+    AccountFull: Answer(
+        409,
+        "The account has {} Projects, and may not have more: delete some first.",
+        {"type": "urn:gardening:account-full"},
     ),
     Unavailable: Answer(
         503,
@@ -86,7 +91,8 @@ def on_invalid(error: ValidationError) -> Response:
 def on_store_error(answer: Answer, error: Exception) -> Response:
     if isinstance(error, Unavailable):
         current_app.logger.error("Database unavailable: %s", error)
-    return problem(*answer)
+    detail = answer.detail.format(*error.args)
+    return problem(answer.status, detail, answer.extensions, answer.headers)
 
 
 def problem(

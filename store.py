@@ -1,9 +1,9 @@
 """Projects and access tokens: what the service guarantees about them, and the rules.
 
-It imports no Flask, validates no Project, and depends on no particular engine. A statement
-stands here if it is the same on every engine. An engine has the others, and renders a Project
-as the JSON that goes over the wire. Threads and processes may share a database. When a method
-returns, what it wrote is on the disk, unless the database is in memory.
+It does not import Flask, validate a Project, or depend on a particular engine. SQL that is the
+same on every engine is here. An engine has the rest, and renders a Project as the JSON that is
+sent. Threads and processes may share a database. When a method returns, what it wrote is on the
+disk, unless the database is in memory.
 """
 
 import hashlib
@@ -11,10 +11,10 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from engines.base import COMMAND_TIMEOUT, Engine, Parameters
-from engines.fields import FIELDS, JSON, SETTABLE
+from engines.fields import JSON, SETTABLE
 
 
 class NotFound(Exception):
@@ -31,6 +31,10 @@ class KeyReused(Exception):
 
 class KeySpent(Exception):
     """The Project that the account made with the same key has been deleted."""
+
+
+class AccountFull(Exception):
+    """The account has as many Projects as it may have. Its argument is their number."""
 
 
 class Project(NamedTuple):
@@ -83,6 +87,7 @@ class Token(NamedTuple):
 
 Fields = Mapping[str, object]  # some or all of those that a caller can set
 DAY = 86_400_000  # milliseconds
+MAX_PROJECTS = 100_000  # of an account, unless a setting says otherwise
 FIELDS_OF_1_2 = ("name", "postal_code", "location")
 ALWAYS = Precondition()
 WHOLE = Page(0, 2**63 - 1)  # the list as one page; no database takes a larger LIMIT
@@ -98,10 +103,16 @@ class Store:
     other change comes between.
     """
 
-    def __init__(self, engine: Engine, clock: Callable[[], float] = time.time) -> None:
-        """`clock` returns epoch seconds."""
+    def __init__(
+        self,
+        engine: Engine,
+        clock: Callable[[], float] = time.time,
+        max_projects: int = MAX_PROJECTS,
+    ) -> None:
+        """`clock` returns epoch seconds. An account may have `max_projects` at most."""
         self.engine = engine
         self._clock = clock
+        self._max_projects = max_projects
 
     def close(self) -> None:
         """Close the idle connections. The store can still be used, and opens new ones."""
@@ -120,25 +131,27 @@ class Store:
     ) -> Project:
         """Add a Project, or return the one that the account made with the same key.
 
-        A key is remembered for good. Raises KeyReused, KeySpent.
+        A key is remembered for good. Raises AccountFull, KeyReused, KeySpent.
         """
         values = {"account": account, "id": secrets.token_hex(12), "now": self._now()}
         values |= dict.fromkeys(SETTABLE) | as_columns(fields)
-        values["list_revision"] = new_revision()
+        values |= {"list_revision": new_revision(), "max_projects": self._max_projects}
         if key is not None:
             return self._create_once(key, values)
         with self.engine.writer() as connection:
-            [row] = connection.create(values)
-        return Project(*row)
+            rows = connection.create(values)
+        if not rows:
+            raise AccountFull(self._max_projects)
+        return Project(*rows[0])
 
     def _create_once(self, key: str, values: Parameters) -> Project:
         """Add the Project if its key is new. Otherwise return the one that has the key."""
         account, id = values["account"], values["id"]
         fingerprint = fingerprint_of({name: values[name] for name in SETTABLE})
         with self.engine.transaction() as connection:
-            # The update changes nothing. But it makes the statement return the row, and locks
-            # it until the transaction ends.
-            [(owner, first_fingerprint)] = connection.fetch(
+            # The update changes nothing. But unlike DO NOTHING, it returns the row that is there,
+            # and locks it until the transaction ends.
+            [(first_id, first_fingerprint)] = connection.fetch(
                 """INSERT INTO idempotency_key (account, key, fingerprint, project)
                 VALUES (:account, :key, :fingerprint, :project)
                 ON CONFLICT (account, key)
@@ -151,12 +164,14 @@ class Store:
                     "project": id,
                 },
             )
-            if owner == id:
-                [row] = connection.create(values)
-                return Project(*row)
+            if first_id == id:
+                rows = connection.create(values)
+                if not rows:
+                    raise AccountFull(self._max_projects)  # the key stays free
+                return Project(*rows[0])
         # A key whose Project is gone is spent, whatever fields come with it.
         try:
-            project = self.get_project(account, owner)
+            project = self.get_project(account, first_id)
         except NotFound:
             raise KeySpent from None
         if first_fingerprint != fingerprint:
@@ -165,7 +180,7 @@ class Store:
 
     def get_project(self, account: str, id: str) -> Project:
         """Raises NotFound."""
-        rows = self.engine.read(self.engine.GET, identity(account, id))
+        rows = self.engine.read(self.engine.GET, project_parameters(account, id))
         if not rows:
             raise NotFound
         return Project(*rows[0])
@@ -175,26 +190,26 @@ class Store:
     ) -> Project:
         """Change these fields and raise the version by 1. Raises NotFound, Stale."""
         columns = as_columns(fields)
-        values = self._change(account, id, condition) | columns
+        values = self._change_parameters(account, id, condition) | columns
         with self.engine.writer() as connection:
             rows = connection.update(columns, values)
         if not rows:
-            raise self._refusal(account, id)
+            self._refuse(account, id)
         return Project(*rows[0])
 
     def delete_project(
         self, account: str, id: str, condition: Precondition = ALWAYS
     ) -> None:
         """Delete a Project and all that belongs to it. Raises NotFound, Stale."""
-        values = self._change(account, id, condition)
+        values = self._change_parameters(account, id, condition)
         if not self.engine.write(self.engine.DELETE, values):
-            raise self._refusal(account, id)
+            self._refuse(account, id)
 
     def list_etag(self, account: str, page: Page | None = None) -> str:
         """The ETag of what `list_projects` returns, without rendering the Projects.
 
-        Any change gives the account's lists new ETags, and old ones never return, with one
-        exception: a deleted account has the ETags of an account that never had a Project.
+        Any change gives the account's lists new ETags. No ETag ever returns but those of an
+        empty list before the account's first Project, once the account was deleted.
         """
         rows = self.engine.read(
             "SELECT list_revision FROM account WHERE name = :account",
@@ -267,7 +282,7 @@ class Store:
         return bool(self.engine.read(select, {"name": name}))
 
     def list_accounts(self) -> list[Account]:
-        """Every account, in the order of the names."""
+        """Every account, sorted by name."""
         rows = self.engine.read(
             f"""SELECT names.name, coalesce(project_count, 0), coalesce(tokens, 0),
                 changed_at
@@ -285,19 +300,24 @@ class Store:
     def delete_account(self, name: str) -> None:
         """Delete the account and all that it owns, if there is such an account."""
         with self.engine.transaction(COMMAND_TIMEOUT) as connection:
-            # First the account, as every change of a Project does: see engines/postgres.py.
-            for delete in (
-                "DELETE FROM account WHERE name = :name",
+            for sql in (
+                # Locks the account's row, as every change of a Project does first: see
+                # engines/postgres.py. It makes the row if only tokens have the account.
+                """INSERT INTO account (name, list_revision) VALUES (:name, '')
+                ON CONFLICT (name) DO UPDATE SET list_revision = account.list_revision""",
                 "DELETE FROM project WHERE account = :name",
                 "DELETE FROM token WHERE account = :name",
                 "DELETE FROM idempotency_key WHERE account = :name",
+                "DELETE FROM account WHERE name = :name",
             ):
-                connection.fetch(delete, {"name": name})
+                connection.fetch(sql, {"name": name})
 
-    def _change(self, account: str, id: str, condition: Precondition) -> Parameters:
-        """The parameters of a statement that changes a Project if the condition allows it."""
+    def _change_parameters(
+        self, account: str, id: str, condition: Precondition
+    ) -> Parameters:
+        """For a statement that changes a Project if the condition allows it."""
         if_match, if_none_match = condition
-        return identity(account, id) | {
+        return project_parameters(account, id) | {
             "now": self._now(),
             "list_revision": new_revision(),
             "if_match": None if if_match is None else json.dumps(if_match),
@@ -305,17 +325,17 @@ class Store:
             "if_none_match": json.dumps(if_none_match) if if_none_match else None,
         }
 
-    def _refusal(self, account: str, id: str) -> Stale:
-        """Why a change found no Project that it may change. Raises NotFound if there is none."""
+    def _refuse(self, account: str, id: str) -> NoReturn:
+        """Say why a change was not made. Raises NotFound, or Stale if there is the Project."""
         self.get_project(account, id)
-        return Stale()
+        raise Stale
 
     def _now(self) -> int:
         return int(self._clock() * 1000)
 
 
-def identity(account: str, id: str) -> Parameters:
-    # PostgreSQL refuses U+0000. No id has a "?", so this one is not found, either.
+def project_parameters(account: str, id: str) -> Parameters:
+    # PostgreSQL refuses text with U+0000. No id has a "?", so it is not found with one.
     return {"account": account, "id": id.replace("\0", "?")}
 
 
@@ -331,10 +351,10 @@ def etag_of(revision: str | None, page: Page | None) -> str:
 
 
 def as_columns(fields: Fields) -> Parameters:
-    """The fields as they are stored. Raises KeyError for one that does not exist."""
+    """The fields as they are stored. Raises KeyError for one that a caller cannot set."""
     columns = dict(fields)
     for name, value in fields.items():
-        if FIELDS[name].type == JSON and value is not None:
+        if SETTABLE[name] == JSON and value is not None:
             columns[name] = json.dumps(value, separators=(",", ":"))  # as on the wire
     return columns
 

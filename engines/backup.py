@@ -15,7 +15,7 @@ from typing import Any
 from engines.base import COMMAND_TIMEOUT, Engine, Unavailable
 from engines.fields import FIELDS
 from engines.files import new_file
-from engines.migrations import APPLICATION_ID, incompatibility
+from engines.migrations import incompatibility, marked_version
 from engines.sqlite import SQLite
 
 Stream = Generator[Any]
@@ -30,13 +30,13 @@ COLUMNS = {
     # Last, since SQLite's triggers write it while `project` is filled.
     "account": ("name", "list_revision", "last_seq", "project_count"),
 }
-# Gives a row to each account that lacks one, and counts all Projects anew. The WHERE of the
-# first tells SQLite that ON belongs to no join. `last_seq` never falls, since the last Projects
-# may have been deleted.
+# Gives a row to each account that lacks one, and counts all Projects anew.
 RECOUNT = (
+    # Without the WHERE, SQLite would take ON for a part of a join.
     """INSERT INTO account (name, list_revision)
     SELECT DISTINCT account, '' FROM project WHERE true
     ON CONFLICT (name) DO NOTHING""",
+    # Only raised: it may be higher, if the last Projects were deleted.
     """UPDATE account SET last_seq =
         (SELECT max(seq) FROM project WHERE project.account = account.name)
     WHERE last_seq < (SELECT max(seq) FROM project WHERE project.account = account.name)""",
@@ -46,15 +46,15 @@ RECOUNT = (
 )
 
 
-def silent(rows: Stream, _count: int) -> Stream:
+def no_progress(rows: Stream, _count: int) -> Stream:
     return rows
 
 
 class BadBackup(Exception):
-    """The file cannot be restored; nothing was."""
+    """The file cannot be restored, and nothing was changed."""
 
 
-def backup(engine: Engine, path: str, progress: Progress = silent) -> None:
+def backup(engine: Engine, path: str, progress: Progress = no_progress) -> None:
     """Write the database, as it is at this moment, to a new SQLite file.
 
     Raises Unavailable.
@@ -78,10 +78,10 @@ def backup(engine: Engine, path: str, progress: Progress = silent) -> None:
         raise Unavailable(f"{error}, while copying to {path}") from error
 
 
-def restore(engine: Engine, path: str, progress: Progress = silent) -> None:
-    """Fill an empty database with a backup by this release, or one back to 2.0.0.
+def restore(engine: Engine, path: str, progress: Progress = no_progress) -> None:
+    """Fill an empty database with a backup that was made by this release or any since 2.0.0.
 
-    All of it, or nothing. Raises BadBackup, and Unavailable, also if it is not empty.
+    All of it, or nothing. Raises BadBackup; and Unavailable, also if the database is not empty.
     """
     try:
         with (
@@ -89,7 +89,7 @@ def restore(engine: Engine, path: str, progress: Progress = silent) -> None:
             closing(SQLite(f"{folder}/copy")) as copy,
         ):
             copy_file(path, f"{folder}/copy")
-            engine.create_database()  # only now: what is no backup creates nothing
+            engine.create_database()  # only now, so that a file that is no backup creates nothing
             copy_rows(copy, engine, progress)
     except OSError as error:
         raise Unavailable(f"{error.strerror}: {error.filename}") from error
@@ -116,8 +116,7 @@ def copy_file(path: str, to: str) -> None:
     ):
         [(application,)] = file.execute("PRAGMA application_id")
         [(version,)] = file.execute("PRAGMA user_version")
-        is_ours = application == APPLICATION_ID and version > 0
-        if reason := incompatibility(version if is_ours else None):
+        if reason := incompatibility(marked_version(application, version)):
             raise BadBackup(f"the backup was {reason}")
         try:
             file.backup(copy)
@@ -141,7 +140,7 @@ def copy_rows(source: Engine, target: Engine, progress: Progress) -> None:
     The Projects of each account are counted anew. The lists get new ETags, since something
     other than the service may have written to the source.
     """
-    # An error passes through both engines. Each one recognizes only those of its driver.
+    # An error of one engine passes through the other one, too, which does not know it.
     with (
         source.lend(writes=False) as reader,
         target.transaction(COMMAND_TIMEOUT) as writer,
@@ -155,10 +154,13 @@ def copy_rows(source: Engine, target: Engine, progress: Progress) -> None:
             writer.fetch(f"DELETE FROM {table}", {})
             [(count,)] = reader.fetch(f"SELECT count(*) FROM {table}", {})
             select = f"SELECT {', '.join(columns)} FROM {table}"
-            show = progress if table == "project" else silent  # the others are short
+            show = (
+                progress if table == "project" else no_progress
+            )  # the others are short
             # Closed before its connection, also after a row that was refused.
             with closing(show(reader.stream(select), count)) as shown:
                 writer.insert(table, columns, shown)
+        revision = {"list_revision": secrets.token_hex(8)}
         for sql in (*target.AFTER_FILLING, *RECOUNT):
-            writer.fetch(sql, {"list_revision": secrets.token_hex(8)})
+            writer.fetch(sql, revision)
         reader.commit()

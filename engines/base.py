@@ -1,6 +1,6 @@
 """What an engine is: one kind of database, with its connections and its circuit breakers.
 
-It knows no rule of the store, and depends on no database.
+It knows no rule of the store, and no dialect of SQL.
 """
 # Tested in tests/test_store.py, and its breaker in tests/test_sqlite.py.
 
@@ -14,13 +14,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
-from engines.migrations import SCHEMA_VERSION, incompatibility
+from engines.migrations import incompatibility
 
 Parameters = dict[str, Any]  # of a statement, by name
 Rows = list[Any]
 COMMAND_TIMEOUT = 3600  # seconds that a command may take; a request gets far fewer
 PAUSE = 1.0  # seconds for which a breaker refuses everybody
-TRIAL_TIMEOUT = 5.0  # seconds that a half-open breaker waits for its one caller
+TRIAL_INTERVAL = 5.0  # seconds between two callers whom a half-open breaker lets try
 EMPTY = 0  # in the place of a schema version: the database has no tables
 
 
@@ -53,10 +53,16 @@ class Connection(Protocol):
         return self.fetch(sql, parameters)
 
     def create(self, values: Parameters) -> Rows:
-        """Add a Project with these values of its columns; return it as Engine.GET does."""
+        """Add a Project with these values of its columns. Return it as Engine.GET does.
+
+        If the account has :max_projects, add none and return no row.
+        """
 
     def update(self, columns: Iterable[str], values: Parameters) -> Rows:
-        """Set these columns of a Project; return it, or no row, as Engine.DELETE does."""
+        """Set these columns of one Project if its ETag is allowed, as in Engine.DELETE.
+
+        Return it as Engine.GET does, or no row.
+        """
 
     def begin(self, seconds: int) -> None:
         """Begin a transaction that writes. It may take this long; 0: as long as a request."""
@@ -84,8 +90,8 @@ class Breaker:
     """A circuit breaker: after a caller's timeout, others are refused for a while.
 
     Closed, it lets everybody pass. It opens for PAUSE seconds, in which nobody passes. Then it
-    is half-open: one caller may try, and closes it unless that times out as well. While the one
-    has no answer yet, the next may try after TRIAL_TIMEOUT.
+    is half-open: one caller may try, and closes it unless that times out as well. If the caller
+    has no answer after TRIAL_INTERVAL, one more may try.
     """
 
     def __init__(self, pause: float = PAUSE) -> None:
@@ -94,11 +100,11 @@ class Breaker:
         self.is_closed = True
 
     def admit(self) -> None:
-        """Raise Unavailable for a caller who may not pass. For a breaker that is not closed."""
+        """Raise Unavailable for a caller who may not pass. Call it unless `is_closed`."""
         now = time.monotonic()
         if now < self._retry_at:
-            raise Unavailable("not tried: another request has just timed out")
-        self._retry_at = now + TRIAL_TIMEOUT
+            raise Unavailable("not tried: requests have just timed out")
+        self._retry_at = now + TRIAL_INTERVAL
 
     def open(self) -> None:
         self._retry_at = time.monotonic() + self._pause
@@ -117,14 +123,14 @@ class Engine(ABC):
 
     SCHEMA: str  # the name of the file with the tables
     MIGRATIONS: dict[int, str]  # by the schema version that they lead to
-    # The next two return a Project: its id, its ETag and its JSON document.
+    # Returns one Project, as its id, its ETag and its JSON document; or no row.
     GET: str
-    # One Project if :if_match and :if_none_match, JSON arrays of ETags or null, allow it.
-    # Returns the id, or no row.
+    # Deletes one Project if its ETag is allowed: :if_match and :if_none_match are JSON arrays of
+    # ETags, or null for no condition. Returns the id, or no row.
     DELETE: str
-    # One page as a row: the account's list_revision and project_count, `after` of the next
-    # page or null, and a JSON array. It starts behind the `seq` :after, skips :offset Projects
-    # and has up to :size.
+    # Returns one page as a row: the account's list_revision and project_count, the parameter
+    # `after` of the next page or null, and a JSON array. The page starts behind the `seq`
+    # :after, skips :offset Projects and has up to :size.
     LIST: str
     # For backup and restore alone:
     AFTER_FILLING: tuple[str, ...] = ()  # statements
@@ -252,8 +258,11 @@ class Engine(ABC):
             return [Path(__file__).with_name(self.SCHEMA).read_text()]
         if reason := incompatibility(version):
             raise Unavailable(f"the database was {reason}")
-        later = range((version or 0) + 1, SCHEMA_VERSION + 1)
-        return [self.MIGRATIONS[each] for each in later]
+        return [
+            script
+            for later, script in sorted(self.MIGRATIONS.items())
+            if version is not None and later > version
+        ]
 
 
 def close_idle(idle: dict[int, list[Connection]]) -> None:

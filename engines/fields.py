@@ -1,6 +1,6 @@
 """The fields of a Project: their order, their types, and who sets them.
 
-It knows no SQL and no JSON. schemas.py, store.py and both engines take the fields from here.
+It contains no SQL. Whatever needs the fields takes them from here.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,9 @@ class Field(NamedTuple):
     set_by: str
 
 
-FIELDS = {  # in the order of a Project's document; a new one is the last
+# In the order of a Project's document. A new one comes last, since store.fingerprint_of depends on
+# the order.
+FIELDS = {
     "id": Field(TEXT, SERVICE),
     "name": Field(TEXT, CALLER),
     "created_at": Field(INTEGER, SERVICE),
@@ -23,5 +25,7 @@ FIELDS = {  # in the order of a Project's document; a new one is the last
     "postal_code": Field(TEXT, CALLER),
     "location": Field(JSON, CALLER),
 }
-SETTABLE = [name for name, field in FIELDS.items() if field.set_by == CALLER]
+SETTABLE = {
+    name: field.type for name, field in FIELDS.items() if field.set_by == CALLER
+}
 READ_ONLY = [name for name, field in FIELDS.items() if field.set_by == SERVICE]

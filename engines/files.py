@@ -23,11 +23,13 @@ def new_file(path: str) -> Iterator[str]:
 
     Only its owner can read it. Raises OSError; FileExistsError if the name is taken.
     """
+    if os.path.lexists(path):  # sooner than after the work; `give_name` decides
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
     folder = os.path.dirname(os.path.abspath(path))
     file, partial = tempfile.mkstemp(".partial", "gardening-", folder)
     os.close(file)
     try:
-        if os.geteuid() == 0:  # as `flask token` may run: the service's user owns it
+        if os.geteuid() == 0:  # its owner is the folder's, which is the service's user
             owner = os.stat(folder)
             os.chown(partial, owner.st_uid, owner.st_gid)
         yield partial
@@ -70,7 +72,7 @@ class DatabaseFile:
     def __init__(self, path: str, makes_folder: bool) -> None:
         self.path = os.path.abspath(path)
         # SQLite puts its own files beside the file that a link leads to.
-        self._target = os.path.realpath(self.path)
+        self.target = os.path.realpath(self.path)
         self._makes_folder = makes_folder
         # Its device and inode; None: no file was seen yet.
         self._id: tuple[int, int] | None = None
@@ -79,8 +81,9 @@ class DatabaseFile:
 
     def create(self) -> None:
         """Create the file, unless one was seen or has the name. Raises OSError, Unavailable."""
-        wal = f"{self._target}-wal"
-        # In this order: another process that is creating the database makes the file first.
+        wal = f"{self.target}-wal"
+        # Asked before the file is: a process that creates the database makes the file first. So
+        # if there is a -wal and no file, the -wal is what a lost database has left.
         has_wal = os.path.exists(wal)
         if self._id or os.path.exists(self.path):
             return
@@ -90,10 +93,10 @@ class DatabaseFile:
         if self._makes_folder:
             with suppress(FileExistsError):
                 os.makedirs(os.path.dirname(self.path))
-        create_empty(self._target)
+        create_empty(self.target)
 
     def check_identity(self, outage: type[Unavailable] = Unavailable) -> None:
-        """Raise this outage if the name leads to no file, or to another one by now."""
+        """Raise this outage if the name leads to no file, or to another than the first one."""
         try:
             found = os.stat(self.path)
         except FileNotFoundError:
@@ -115,7 +118,7 @@ class DatabaseFile:
 
         Raises OSError; TimeoutError at the deadline.
         """
-        path = f"{self._target}-lock"
+        path = f"{self.target}-lock"
         try:
             file = os.open(path, os.O_RDONLY)
         except FileNotFoundError:

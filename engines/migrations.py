@@ -1,31 +1,37 @@
 """The schema version of a database, and what leads from each version to the next.
 
 The text of a migration that was released is frozen: it takes nothing from other modules, and no
-later change of a table touches it. Until its release, a migration may still be changed.
+later change of a table touches it.
 """
 # Tested in tests/test_migrations.py.
 
 APPLICATION_ID = 0x67617264  # "gard": marks a database as ours
 SCHEMA_VERSION = 4  # of the tables in sqlite.sql and postgresql.sql
-OLDEST = 3  # that can be brought up to date, of releases 2.0.0 and 2.1.0
+OLDEST = 3  # that can be brought up to date: of releases 2.0.0 and 2.1.0
+
+
+def marked_version(application_id: int, user_version: int) -> int | None:
+    """The schema version in the header of a SQLite file; None if it has not our mark."""
+    is_ours = application_id == APPLICATION_ID and user_version > 0
+    return user_version if is_ours else None
 
 
 def incompatibility(version: int | None) -> str | None:
-    """Who made a database that this release cannot use; None if it can.
+    """Why this release cannot use a database, to follow "it was"; None if it can.
 
-    `version` is None for a database without our mark.
+    `version` is None for the database of another program.
     """
     if version is None:
         return "made by another program"
     if version < OLDEST:
-        return "made before release 2.0.0: start release 2.1.0 on it first"
+        return "made before release 2.0.0; start release 2.1.0 on it first"
     if version > SCHEMA_VERSION:
         return "made by a newer release"
     return None
 
 
 # By the version that they lead to. SQLite cannot change the constraints of a table, so its
-# migration makes new tables and copies the rows. The triggers of a backup were dropped before.
+# migration makes new tables and copies the rows. A restore has dropped the triggers before.
 SQLITE = {
     4: """
 DROP TRIGGER IF EXISTS project_insert;

@@ -1,7 +1,7 @@
 """The engine on a PostgreSQL server or a Citus cluster, for a service on several machines.
 
-It holds what differs from SQLite. Its statements also keep what SQLite's triggers keep: they
-lock the account's row before a Project, count, and give the account's lists a new revision.
+It holds what differs from SQLite: of a change also the version, the precondition and the counts,
+for which SQLite has triggers.
 """
 
 import math
@@ -35,7 +35,7 @@ TIMEOUT = 4.5  # seconds for a statement or a transaction, and for the connect b
 CONNECT_TIMEOUT = 2  # seconds for each host; libpq takes no less
 STATEMENT_TIMEOUT = 4  # seconds, after which the server itself ends a statement
 ROW_LOCK_TIMEOUT = 1  # seconds that a statement may wait for a lock
-OUTAGES = (  # beginnings of the SQLSTATEs of statements that had no effect
+OUTAGES = (  # beginnings of SQLSTATEs; a statement that ends with one has changed nothing
     "25006",  # the server is a standby
     "3F000",  # no schema
     "40",  # contention
@@ -48,7 +48,8 @@ OUTAGES = (  # beginnings of the SQLSTATEs of statements that had no effect
     "XX001",  # damage
     "XX002",
 )
-# The comment on the table of Projects. Releases before 3.0.0 read it, too: it keeps their word.
+# The comment on the table of Projects. Releases before 3.0.0 read it as well, and "layout" is their
+# word for the schema version.
 MARK = "Gardening Project Service, layout "
 INSPECT = f"""
 SELECT current_setting('server_encoding'),
@@ -84,10 +85,11 @@ IS_ALLOWED = f"""id = :id AND account = :account
     AND (:if_match::jsonb IS NULL OR :if_match::jsonb ? {ETAG})
     AND (:if_none_match::jsonb IS NULL OR NOT :if_none_match::jsonb ? {ETAG})"""
 
-# Every change of a Project first locks the row of its account, as the deletion of an account
-# does. So the revisions of an account are in the order of the commits, and no two writers can
-# deadlock. (Only the claim of a key comes before. A writer whose key is new goes on to the
-# account, and nobody else can see the row of that key yet. All others stop at the key.)
+# The order of locks: every change of a Project, and the deletion of an account, locks the account's
+# row first. So the revisions of an account are in the order of the commits, and no two writers can
+# deadlock. There is one exception. Store._create_once locks the row of the key before. But if the
+# key is new, nobody else can see its row until the commit; and a writer who finds an old key does
+# not go on to the account.
 #
 # A change that is not allowed locks nothing, since the account is only found together with a
 # Project that IS_ALLOWED. Once the lock is held, IS_ALLOWED is asked again: the Project may have
@@ -102,8 +104,11 @@ COUNT_ONE_MORE = """INSERT INTO account AS present
     VALUES (:account, 1, 1, :list_revision)
     ON CONFLICT (name) DO UPDATE SET last_seq = present.last_seq + 1,
         project_count = present.project_count + 1,
-        list_revision = excluded.list_revision"""
-# The name comes from the account's row: by that, Citus knows the node.
+        list_revision = excluded.list_revision
+    WHERE present.project_count < :max_projects
+    RETURNING name, last_seq"""
+# To be followed by the row of the account. Its column `name`, in place of :account, tells Citus
+# that both tables are on the same node.
 INSERT_FROM = f"""INSERT INTO project AS made
         (id, account, seq, created_at, updated_at, {", ".join(SETTABLE)})
     SELECT :id, name, last_seq, :now, :now, :{", :".join(SETTABLE)} FROM"""
@@ -132,10 +137,9 @@ class PostgreSQL(Engine):
             (SELECT project_count FROM account WHERE name = :account),
             nullif(max(seq), (SELECT max(seq) FROM project WHERE account = :account))
                 AS next_after,
-            convert_to(concat('[', string_agg(document, ',' ORDER BY seq), ']'), 'UTF8')
-        FROM (SELECT seq, {DOCUMENT} AS document FROM project
-            WHERE account = :account AND seq > :after
-            ORDER BY seq LIMIT :size OFFSET :offset) AS projects"""
+            convert_to(concat('[', string_agg({DOCUMENT}, ',' ORDER BY seq), ']'), 'UTF8')
+        FROM (SELECT * FROM project WHERE account = :account AND seq > :after
+            ORDER BY seq LIMIT :size OFFSET :offset) AS page"""
     # On a cluster, each node has a range of IDs of its own: see deploy/citus.sql.
     AFTER_FILLING = (
         """SELECT setval('token_id_seq', max(id)) FROM token, pg_sequence
@@ -146,7 +150,9 @@ class PostgreSQL(Engine):
     def __init__(self, url: str) -> None:
         super().__init__()
         self._url = url
-        self._kind = Connection  # or ClusterConnection, as the first connection finds
+        self._connection_class = (
+            Connection  # or ClusterConnection, as the first connection finds
+        )
         self._is_up_to_date = False
 
     def connect(self, creates: bool = False) -> "Connection":
@@ -155,9 +161,9 @@ class PostgreSQL(Engine):
         connection = self._open()
         if not self._is_up_to_date:
             try:
-                if connection.is_to_cluster():
+                if connection.leads_to_cluster():
                     connection.close()
-                    self._kind = ClusterConnection
+                    self._connection_class = ClusterConnection
                     connection = self._open()
                 self._bring_up_to_date(connection, creates)
                 self._is_up_to_date = True
@@ -170,7 +176,7 @@ class PostgreSQL(Engine):
     def _open(self) -> "Connection":
         started = time.monotonic()
         try:
-            connection = self._kind.connect(
+            connection = self._connection_class.connect(
                 self._url,
                 autocommit=True,  # each statement is a transaction
                 client_encoding="UTF8",
@@ -217,7 +223,7 @@ class PostgreSQL(Engine):
             return None
         poll = select.poll()
         poll.register(connection, select.POLLIN)
-        if poll.poll(0):  # an idle server sends nothing but the news that it closes
+        if poll.poll(0):  # nearly always the news that the server closes
             connection.close()
             return None
         connection.start_request()
@@ -241,13 +247,13 @@ class PostgreSQL(Engine):
 class Connection(psycopg.Connection[tuple[Any, ...]], base.Connection):
     """A connection that gives up at its deadline, even while a commit waits for a standby."""
 
-    # On the clock of time.monotonic(). `start_request` and `extend` set it.
+    # On the clock of time.monotonic().
     deadline = math.inf
     may_have_committed = True
 
     @cached_property
     def cursors(self) -> defaultdict[str, psycopg.Cursor[tuple[Any, ...]]]:
-        """One per statement, since to change a cursor's statement makes psycopg start anew."""
+        """One for each statement: given another one, a cursor has to prepare its rows anew."""
         return defaultdict(partial(self.cursor, binary=True))
 
     def fetch(self, sql: str, parameters: Parameters) -> Rows:
@@ -262,7 +268,7 @@ class Connection(psycopg.Connection[tuple[Any, ...]], base.Connection):
 
     def create(self, values: Parameters) -> Rows:
         return self.write(
-            f"""WITH counted AS ({COUNT_ONE_MORE} RETURNING name, last_seq)
+            f"""WITH counted AS ({COUNT_ONE_MORE})
             {INSERT_FROM} counted RETURNING {ID_ETAG_DOCUMENT}""",
             values,
         )
@@ -310,16 +316,16 @@ class Connection(psycopg.Connection[tuple[Any, ...]], base.Connection):
                 raise
             raise Silence("no response before the deadline") from error
 
-    def is_to_cluster(self) -> bool:
+    def leads_to_cluster(self) -> bool:
         select = "SELECT EXISTS (SELECT FROM pg_extension WHERE extname = 'citus')"
         [(found,)] = self.execute(select)
         return bool(found)
 
     def require_coordinator(self) -> None:
-        """Raise Unavailable where the tables cannot be changed."""
+        """Does nothing here; see ClusterConnection."""
 
     def tell_workers(self) -> None:
-        """Pass on the mark of the schema version."""
+        """Does nothing here; see ClusterConnection."""
 
     # For backup and restore alone:
 
@@ -342,9 +348,9 @@ class Connection(psycopg.Connection[tuple[Any, ...]], base.Connection):
 class ClusterConnection(Connection):
     """A connection to any node of a Citus cluster.
 
-    By itself, the node of an account commits a statement at once, and if that node is lost then,
-    nobody knows whether it had. So each write is in a transaction, where only the outcome of the
-    COMMIT can be unknown.
+    Outside of a transaction, the node that has the account commits each statement by itself. If the
+    node is lost meanwhile, nobody knows whether it has committed. In a transaction, only the
+    outcome of the COMMIT can be unknown. So every write is in one.
     """
 
     def write(self, sql: str, parameters: Parameters) -> Rows:
@@ -357,7 +363,8 @@ class ClusterConnection(Connection):
             f"{INSERT_FROM} account WHERE name = :account RETURNING {ID_ETAG_DOCUMENT}"
         )
         with self._in_transaction():
-            self.fetch(COUNT_ONE_MORE, values)
+            if not self.fetch(COUNT_ONE_MORE, values):
+                return []
             return self.fetch(insert, values)
 
     @contextmanager
@@ -380,6 +387,7 @@ class ClusterConnection(Connection):
             raise
 
     def require_coordinator(self) -> None:
+        """Raise Unavailable at a worker, where the tables cannot be changed."""
         [(found,)] = self.execute("SELECT citus_is_coordinator()")
         if not found:
             hint = "if it has changed them, run citus.sql there again"
@@ -388,17 +396,17 @@ class ClusterConnection(Connection):
             )
 
     def tell_workers(self) -> None:
-        # Citus copies no comment. deploy/citus.sql needs the same statement.
+        """Pass on the mark: Citus copies no comment. deploy/citus.sql has the same statement."""
         self.execute("""SELECT run_command_on_workers(
             format('COMMENT ON TABLE project IS %L',
                 obj_description('project'::regclass, 'pg_class')))""")
 
 
 def refuse_malformed(url: str) -> None:
-    """Raises Unavailable without a part of the URL, which may be the password.
+    """Raise Unavailable for a malformed URL, without quoting it.
 
-    psycopg quotes the host and the port of a URL that it cannot read. If a password holds an
-    "@", "/", "?" or "#", these are parts of the password.
+    psycopg quotes what it takes for the host and the port. If the password holds an "@", "/", "?"
+    or "#" that is not percent-encoded, that is a part of the password.
     """
     try:
         if not re.fullmatch("postgresql://([^@/?#]*@)?[^@]*", url):

@@ -2,11 +2,11 @@
 -- Every key and constraint includes the account, by which deploy/citus.sql spreads the rows over
 -- a cluster. All times are in epoch milliseconds.
 
-CREATE TABLE account (                              -- written along with its Projects
+CREATE TABLE account (                              -- since its first Project
     name          text   PRIMARY KEY,
     list_revision text   NOT NULL,                  -- in the ETags of its lists; random, as a
                                                     -- counter would return with a backup
-    last_seq      bigint NOT NULL DEFAULT 0,        -- of its Projects so far, deleted ones too
+    last_seq      bigint NOT NULL DEFAULT 0,        -- the highest project.seq that it ever had
     project_count bigint NOT NULL DEFAULT 0         -- its Projects now
 );
 

@@ -1,7 +1,8 @@
 """The engine on one SQLite file, or in memory.
 
-It knows no rule of the store. Threads and processes may share a file, and a write that
-has returned is on the disk.
+It holds what differs from PostgreSQL: of a change also the version, the precondition and, by
+triggers, the counts. Threads and processes may share a file, and a write that has returned is on
+the disk.
 """
 
 import os
@@ -21,7 +22,9 @@ from engines.base import EMPTY, Engine, OutcomeUnknown, Parameters, Rows, Unavai
 from engines.fields import FIELDS, JSON, SETTABLE
 from engines.files import DatabaseFile
 
-QUEUE_TIMEOUT = 2.5  # seconds that a writer waits for the other writers of the service
+WRITE_LOCK_TIMEOUT = (
+    2.5  # seconds that a writer waits for the other writers of the service
+)
 FOREIGN_LOCK_TIMEOUT = 1.0  # seconds that anybody waits for another program's lock
 OUTAGE = re.compile(  # what an operator can mend, or a retry can get past
     "SQLITE_(BUSY|LOCKED|READONLY|IOERR|CORRUPT|FULL|CANTOPEN|PROTOCOL|NOTADB)"
@@ -71,7 +74,7 @@ class SQLite(Engine):
         With `makes_folder`, `create_database` also makes the folder of a new file.
         """
         super().__init__()
-        self._queue = threading.Lock()  # in which the writers of this process wait
+        self._thread_lock = threading.Lock()  # for the writers of this process
         self._process: int | None = None  # the one that opened the file
         self._is_up_to_date = False
         if path == ":memory:":
@@ -83,7 +86,7 @@ class SQLite(Engine):
             self.create_database()
         else:
             self._file = DatabaseFile(path, makes_folder)
-            self.folder = os.path.dirname(self._file.path)
+            self.folder = os.path.dirname(self._file.target)
             self._name = self._file.path
             # rw: SQLite must not put an empty file in the place of a lost one.
             self._uri = f"{Path(self._file.path).as_uri()}?mode=rw"
@@ -91,7 +94,7 @@ class SQLite(Engine):
     def connect(self, creates: bool = False) -> "Connection":
         """A new connection. Raises Unavailable, also if a parent process has opened the file.
 
-        A forked child inherits SQLite's table of its locks, but not the locks themselves.
+        A forked child inherits SQLite's record of the locks that are held, but not the locks.
         """
         if self._file:
             self._process = self._process or os.getpid()
@@ -124,18 +127,16 @@ class SQLite(Engine):
     def _bring_up_to_date(self, connection: "Connection", creates: bool) -> None:
         """Create the tables, or migrate them. Leave alone what is not ours."""
         if not self._scripts(connection, creates) and is_wal(connection):
-            return  # usually; and it was checked without a lock
+            return  # as usual, which was found out without a lock
         with self.write_lock():
             connection.execute("PRAGMA journal_mode = WAL")
-            script = [
-                "BEGIN IMMEDIATE",
-                *self._scripts(
-                    connection, creates
-                ),  # another process may have been first
+            # Asked again, since another process may have been first.
+            scripts = self._scripts(connection, creates)
+            marks = (
                 f"PRAGMA application_id = {migrations.APPLICATION_ID}",
                 f"PRAGMA user_version = {migrations.SCHEMA_VERSION}",
-                "COMMIT",
-            ]
+            )
+            script = ("BEGIN IMMEDIATE", *scripts, *marks, "COMMIT")
             connection.executescript(";".join(script))
 
     def _scripts(self, connection: "Connection", creates: bool) -> list[str]:
@@ -144,30 +145,29 @@ class SQLite(Engine):
             FROM pragma_application_id, pragma_user_version""",
             {},
         )
-        is_ours = application == migrations.APPLICATION_ID and version != EMPTY
+        found = migrations.marked_version(application, version) if objects else EMPTY
         try:
-            found = version if is_ours else None
-            return self.scripts_for(found if objects else EMPTY, creates)
+            return self.scripts_for(found, creates)
         except Unavailable as error:
             raise Unavailable(f"{error}: {self._name}") from None
 
     @contextmanager
     def write_lock(self) -> Iterator[None]:
-        """Writers of a process queue, and the first waits for the lock that all processes share.
+        """Two locks: one for the threads of this process, then one for all processes.
 
         SQLite's own lock would starve writers: the longer one has waited, the less often it
         asks again. Raises TimeoutError.
         """
-        deadline = time.monotonic() + QUEUE_TIMEOUT
+        deadline = time.monotonic() + WRITE_LOCK_TIMEOUT
         if self._file:
             self._file.check_identity()
-        if not self._queue.acquire(timeout=QUEUE_TIMEOUT):
+        if not self._thread_lock.acquire(timeout=WRITE_LOCK_TIMEOUT):
             raise TimeoutError("other writers take too long")
         try:
             with self._file.lock(deadline) if self._file else nullcontext():
                 yield
         finally:
-            self._queue.release()
+            self._thread_lock.release()
         if self._file:  # the file may have been removed while we wrote
             self._file.check_identity(OutcomeUnknown)
 
@@ -213,6 +213,8 @@ class Connection(sqlite3.Connection, base.Connection):
             SELECT :id, :account,
                 coalesce((SELECT last_seq FROM account WHERE name = :account), 0) + 1,
                 :now, :now, :{", :".join(SETTABLE)}
+            WHERE coalesce((SELECT project_count FROM account WHERE name = :account), 0)
+                < :max_projects
             RETURNING {ID_ETAG_DOCUMENT}""",
             values,
         )
@@ -235,7 +237,10 @@ class Connection(sqlite3.Connection, base.Connection):
         super().commit()
 
     def close(self) -> None:
-        """If the file was replaced, empty its -wal: SQLite would replay it into the new file."""
+        """Close the connection, and leave no -wal behind if another file has the name by now.
+
+        SQLite would apply that -wal to the new file. So its contents go into the old one first.
+        """
         try:
             if self.file:
                 self.file.check_identity()

@@ -2,16 +2,16 @@
 -- Every key and constraint includes the account, as a cluster of PostgreSQL needs it. All times
 -- are in epoch milliseconds.
 
-CREATE TABLE account (                              -- written by the triggers below alone
+CREATE TABLE account (                              -- since its first Project
     name          TEXT    PRIMARY KEY,
     list_revision TEXT    NOT NULL,                 -- in the ETags of its lists; random, as a
                                                     -- counter would return with a backup
-    last_seq      INTEGER NOT NULL DEFAULT 0,       -- of its Projects so far, deleted ones too
+    last_seq      INTEGER NOT NULL DEFAULT 0,       -- the highest project.seq that it ever had
     project_count INTEGER NOT NULL DEFAULT 0        -- its Projects now
 ) STRICT;
 
 CREATE TABLE token (
-    id            INTEGER PRIMARY KEY AUTOINCREMENT,  -- an ID is not given again
+    id            INTEGER PRIMARY KEY AUTOINCREMENT,  -- so that no id is used twice
     account       TEXT    NOT NULL,
     digest        BLOB    NOT NULL UNIQUE,          -- SHA-256 of the token
     created_at    INTEGER NOT NULL,
@@ -27,7 +27,8 @@ CREATE TABLE project (
     updated_at    INTEGER NOT NULL,
     version       INTEGER NOT NULL DEFAULT 1,
     postal_code   TEXT,
-    location      TEXT,                             -- JSON, since a REAL shows 15 digits only
+    location      TEXT,                             -- JSON, as it was sent: SQLite
+                                                    -- prints a REAL with 15 digits
     PRIMARY KEY (account, seq),
     UNIQUE (account, id)
 ) STRICT, WITHOUT ROWID;  -- kept in the order of its key, so a list is one range of it
@@ -51,7 +52,8 @@ CREATE TABLE idempotency_key (                      -- stays when its Project is
     PRIMARY KEY (account, key)
 ) STRICT, WITHOUT ROWID;
 
--- In the transaction of the change. SQLite has no statement that changes two tables.
+-- These keep `account` up to date, in the transaction of the change. In SQLite, one statement
+-- cannot change two tables.
 CREATE TRIGGER project_insert AFTER INSERT ON project BEGIN
     INSERT INTO account (name, list_revision, last_seq, project_count)
     VALUES (new.account, hex(randomblob(8)), new.seq, 1)

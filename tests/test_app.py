@@ -14,7 +14,7 @@ import pytest
 from app import create_app
 from auth import digest
 from helpers.old_schemas import create_old_schema
-from helpers.openapi import API, HELLO
+from helpers.openapi import API, HELLO, CheckedClient
 from helpers.running import BIN, POINT, PROJECTS, environment_of, run, wait_for
 from helpers.testservice import copy_service
 
@@ -382,6 +382,21 @@ def test_body_that_announces_a_gigabyte_is_refused_unread(client):
     assert (response.status_code, stream.tell()) == (413, 0)
 
 
+def test_full_account_is_told_how_many_projects_it_may_have():
+    app = create_app({"DATABASE": ":memory:", "MAX_PROJECTS": 1})
+    app.test_client_class = CheckedClient
+    app.extensions["store"].add_token("ann", digest("t"))
+    client = app.test_client()
+    client.environ_base["HTTP_AUTHORIZATION"] = "Bearer t"
+    assert client.post(PROJECTS, json={}).status_code == 201
+    response = client.post(PROJECTS, json={})
+    assert (response.status_code, response.json["title"]) == (409, "Conflict")
+    assert response.json["type"] == "urn:gardening:account-full"
+    assert response.json["detail"] == (
+        "The account has 1 Projects, and may not have more: delete some first."
+    )
+
+
 ERRORS = [
     ("GET", "/nowhere", {}, 404),
     ("GET", "/api/v1/gardening", {}, 404),
@@ -567,6 +582,18 @@ def test_empty_setting_means_the_default_database(tmp_path):
     environment = os.environ | {"FLASK_DATABASE": ""}
     run(BIN / "flask", "init-db", folder=tmp_path, environment=environment)
     assert databases(tmp_path / "instance") == ["gardening.db"]
+
+
+@pytest.mark.parametrize("setting", ["0", "-1", "x", "", "1.5", "9" * 19, "１"])
+def test_maximum_that_is_no_positive_number_is_refused(tmp_path, monkeypatch, setting):
+    told = "GARDENING_MAX_PROJECTS must be a whole number, 1 or more"
+    monkeypatch.setenv("GARDENING_MAX_PROJECTS", setting)
+    with pytest.raises(ValueError, match=f"^{told}$"):
+        create_app({"DATABASE": ":memory:"})
+    create_app({"DATABASE": ":memory:", "MAX_PROJECTS": 1})
+    environment = environment_of(str(tmp_path / "gardening.db"))
+    ended = run(BIN / "flask", "init-db", environment=environment, status=1)
+    assert ended.stderr == f"Error: {told}\n"
 
 
 def test_driver_that_is_not_installed_is_named(tmp_path):

@@ -298,6 +298,10 @@ FAULTS = {
         "the backup was made by another program",
     ),
     "version 0": ("PRAGMA user_version = 0", "the backup was made by another program"),
+    "too old": (
+        "PRAGMA user_version = 2",
+        "the backup was made before release 2.0.0; start release 2.1.0 on it first",
+    ),
     "newer": ("PRAGMA user_version = 99", "the backup was made by a newer release"),
     "missing table": ("DROP TABLE part", "no such table: part"),
     "view": (

@@ -16,12 +16,14 @@ from helpers.running import POINT, ROOT, at_once, run, store_on
 from helpers.stores import is_sqlite, listed, open_files, read, result_after_unlock
 from schemas import MAX_PAGE
 from store import (
+    AccountFull,
     KeyReused,
     KeySpent,
     NotFound,
     Page,
     Precondition,
     Stale,
+    Store,
     fingerprint_of,
 )
 
@@ -273,6 +275,44 @@ def test_same_key_at_once_makes_one_project(store, park, foreign_lock, database)
     results = result_after_unlock(foreign_lock(), database, lambda: at_once(create, 16))
     assert results == [results[0]] * 16
     assert listed(store) == [read(park), read(results[0])]
+
+
+def test_full_account_takes_no_more_and_all_else_goes_on(store):
+    ids = [store.create_project("ann", {}).id for _ in range(5)]
+    small = Store(store.engine, max_projects=3)
+    for key in (None, "k"):
+        with pytest.raises(AccountFull) as refusal:
+            small.create_project("ann", {"name": "Park"}, key)
+        assert refusal.value.args == (3,)
+    assert [project["id"] for project in listed(store)] == ids
+    small.update_project("ann", ids[0], {})
+    small.create_project("bob", {}, "k")
+    for id in ids[:3]:
+        small.delete_project("ann", id)
+    created = small.create_project("ann", {"name": "Park"}, "k")
+    assert small.create_project("ann", {"name": "Park"}, "k") == created
+    with pytest.raises(AccountFull):
+        small.create_project("ann", {})
+    assert len(listed(store)) == 3
+
+
+def test_account_is_filled_exactly_however_many_fill_it(store):
+    small = Store(store.engine, max_projects=50)
+
+    def fill(number):
+        made = 0
+        for each in range(8):
+            with suppress(AccountFull):
+                small.create_project(
+                    "ann", {}, f"{number}-{each}" if each % 2 else None
+                )
+                made += 1
+        return made
+
+    assert sum(at_once(fill, 16)) == 50
+    assert len(listed(store)) == 50
+    [account] = store.list_accounts()
+    assert account.projects == 50
 
 
 def test_list_is_in_order_of_creation_and_of_one_account(store):

@@ -12,6 +12,7 @@ from contextlib import closing, contextmanager, suppress
 import psycopg
 import pytest
 
+from app import create_app
 from auth import digest
 from deployment.servers.pgserver import (
     BINARIES,
@@ -27,6 +28,7 @@ from helpers.old_schemas import create_old_schema
 from helpers.running import (
     BIN,
     LIMIT,
+    PROJECTS,
     at_once,
     environment_of,
     retry_while_unavailable,
@@ -367,6 +369,53 @@ def test_deletion_of_an_account_takes_along_what_is_being_made(database, store):
         VALUES ('new', 'ann', 2, 0, 0)"""
     late(database, create, store.delete_account, "ann")
     assert execute(database, "SELECT id FROM project") == []
+
+
+def test_deletion_of_an_account_without_projects_meets_its_first_one(database, store):
+    store.add_token("bob", b"digest")
+    with psycopg.connect(database) as other, ThreadPoolExecutor() as pool:
+        other.execute("""INSERT INTO account VALUES ('bob', 'r', 1, 1);
+            INSERT INTO project (id, account, seq, created_at, updated_at)
+            VALUES ('new', 'bob', 1, 0, 0)""")
+        deletion = pool.submit(store.delete_account, "bob")
+        waiting(database)
+        other.commit()
+        deletion.result(LIMIT)
+    assert store.list_accounts() == []
+    assert execute(database, "SELECT id FROM project") == []
+
+
+def test_etag_that_postgresql_cannot_read_matches_nothing(database, store):
+    app = create_app({"DATABASE": database})
+    store.add_token("ann", digest("t"))
+    id = store.create_project("ann", {}).id
+    headers = {"Authorization": "Bearer t", "If-Match": '"1\0"'}
+    path = f"{PROJECTS}/{id}"
+    assert app.test_client().put(path, json={}, headers=headers).status_code == 412
+    app.extensions["store"].close()
+
+
+COUNT_CALLS = """
+CREATE SCHEMA counting;
+CREATE SEQUENCE counting.calls;
+CREATE FUNCTION counting.to_json(value text) RETURNS json LANGUAGE plpgsql AS $$ BEGIN
+    PERFORM nextval('counting.calls');
+    RETURN pg_catalog.to_json(value); END $$;
+"""
+
+
+def test_numbered_page_renders_no_project_that_it_skips(database, store):
+    for _ in range(30):
+        store.create_project("ann", {})
+    execute(database, COUNT_CALLS)
+    name = database.rpartition("/")[2]
+    path = "counting, pg_catalog, public"
+    execute(database, f"ALTER DATABASE {name} SET search_path = {path}")
+    store.close()  # the next connection has that path
+    page = json.loads(store.list_projects("ann", Page(9, 3)).document)
+    assert len(page["projectList"]) == 3
+    [(calls,)] = execute(database, "SELECT last_value FROM counting.calls")
+    assert calls == 3 * len(("id", "name", "postal_code"))
 
 
 RAISE = """

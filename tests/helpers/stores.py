@@ -13,7 +13,7 @@ import pytest
 from engines.base import Unavailable
 from helpers.running import LIMIT, openings, wait_for
 
-REFUSED_BY_BREAKER = "not tried: another request has just timed out"
+REFUSED_BY_BREAKER = "not tried: requests have just timed out"
 ANSWER = 6  # seconds within which the service answers, whatever happens
 
 
