@@ -16,10 +16,10 @@ service = http.client.HTTPConnection(os.environ['GARDENING_BIND'], timeout=8); \
 service.request('GET', '/health'); \
 assert service.getresponse().status == 200"]
 
-COPY requirements.txt .
+COPY constraints.txt requirements.txt ./
 RUN python3 -m venv --without-pip .venv \
     && pip --python .venv/bin/python install --no-cache-dir \
-        --requirement requirements.txt "psycopg[binary]==3.3.9" \
+        --constraint constraints.txt --requirement requirements.txt "psycopg[binary]" \
     && printf '#!/bin/sh\ncd /opt/gardening && exec python -E -m testservice "$@"\n' \
         > .venv/bin/gardening-test-service \
     && chmod 755 .venv/bin/gardening-test-service

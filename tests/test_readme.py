@@ -4,6 +4,7 @@ import inspect
 import json
 import re
 import tomllib
+from importlib.metadata import PackageNotFoundError, requires, version
 
 import click
 import pytest
@@ -96,3 +97,32 @@ def test_links_lead_to_files():
                     for each in headings
                 ]
                 assert heading in anchors, f"{page}: {link}"
+
+
+def test_all_that_is_installed_is_pinned():
+    """What the packages of requirements.txt bring as well; the versions are those of this run."""
+    text = (ROOT / "constraints.txt").read_text()
+    pins = dict(re.findall(r"(?m)^([\w.-]+)==(\S+)", text))
+    names = re.findall(r"(?m)^([\w-]+)==", (ROOT / "requirements.txt").read_text())
+    names += re.findall(
+        r"(?m)^([\w-]+)==", (ROOT / "tests/requirements.txt").read_text()
+    )
+    seen = set()
+    while names:
+        name = re.sub("[-_.]+", "-", names.pop()).lower()
+        if name in seen:
+            continue
+        seen.add(name)
+        assert version(name) == pins[name], name
+        for needed in requires(name) or []:
+            if "extra ==" not in needed and is_installed(needed):
+                names.append(re.match(r"[\w.-]+", needed)[0])
+    assert {"flask", "jinja2", "packaging", "execnet"} <= seen
+
+
+def is_installed(requirement):
+    """False for what another platform or another Python needs."""
+    try:
+        return bool(version(re.match(r"[\w.-]+", requirement)[0]))
+    except PackageNotFoundError:
+        return False

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import threading
@@ -79,9 +80,8 @@ def test_quick_start_runs_the_service(tmp_path):
     repository = tmp_path / "repository"
     repository.mkdir()
     copy_service(repository)
-    (repository / "requirements.txt").write_text(
-        (ROOT / "requirements.txt").read_text()
-    )
+    for file in ("constraints.txt", "requirements.txt"):
+        shutil.copy(ROOT / file, repository)
     git = ["git", "-c", "user.name=x", "-c", "user.email=x@example.org"]
     for command in (
         ["init", "--quiet"],
