@@ -11,7 +11,13 @@ import uuid
 import pytest
 
 from helpers.running import LIMIT, ROOT, blocks, needs, replaced, run
-from helpers.testservice import HOSTILE, call_projects, copy_service, left, refuses
+from helpers.testservice import (
+    HOSTILE,
+    call_projects,
+    copy_service,
+    processes_still_running,
+    refuses,
+)
 
 PAGE = "docs/testing.md"
 PLUGIN = "testservice.gardening_service.fixtures"
@@ -122,7 +128,7 @@ def their_environment(tmp_path_factory):
     theirs = os.environ | HOSTILE | {"TMPDIR": str(place), "MARK": mark}
     theirs.pop("PYTHONDONTWRITEBYTECODE", None)  # or each run compiles pytest anew
     yield theirs
-    assert left(mark) == []
+    assert processes_still_running(mark) == []
     assert list(place.glob("gardening-*")) == []
 
 
@@ -134,7 +140,9 @@ def run_their_tests(python, project, their_environment, *options):
 
 
 @pytest.mark.parametrize("options", [[], ["-n2"], ["-p", "no:cacheprovider"]], ids=str)
-def test_their_tests_pass(python, project, their_environment, options):
+def test_fixtures_work_when_installed_with_pip(
+    python, project, their_environment, options
+):
     run_their_tests(python, project, their_environment, *options)
 
 
@@ -169,7 +177,7 @@ def test_nothing_is_left_when_a_run_is_ended(python, tmp_path, their_environment
     status = {"SIGINT": 2, "SIGKILL": -signal.SIGKILL}[name]
     run(*command, status=status, start_new_session=True, **options)
     assert (tmp_path / "token").exists() == (name == "SIGINT")
-    assert left(their_environment["MARK"]) == []
+    assert processes_still_running(their_environment["MARK"]) == []
     assert refuses((tmp_path / "url").read_text())
 
 

@@ -36,7 +36,7 @@ def main() -> None:
     # Not before: gunicorn and Flask read the environment as they are imported.
     from testservice.server import Server
 
-    Server(listener).run()
+    Server(listener).init_process()
 
 
 def listen(bind: str) -> socket.socket:
@@ -46,7 +46,10 @@ def listen(bind: str) -> socket.socket:
     if port is None:
         raise ValueError("the port is missing")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=1024)
+    listener = socket.create_server((host, port), family=family, backlog=1024)
+    # As gunicorn does: else the end of a response may wait 40 ms for the client's kernel.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 if __name__ == "__main__":

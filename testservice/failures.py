@@ -124,7 +124,7 @@ class FailingService:
             name = "503"  # what changes nothing has no unknown outcome
         return FAILURES[name]
 
-    def issue_token(self, body: Any) -> dict[str, Any]:
+    def token_for(self, body: Any) -> dict[str, Any]:
         """What POST /test/tokens returns for this body. Raises ValidationError."""
         given = TokenSchema().load(body)
         account = given["account"]
@@ -139,7 +139,7 @@ class FailingService:
 
     def create_token(self) -> tuple[dict[str, Any], int]:
         is_empty = "Content-Type" not in request.headers and not request.get_data()
-        return self.issue_token({} if is_empty else read_json()), 201
+        return self.token_for({} if is_empty else read_json()), 201
 
     def get_token(self, token: str) -> dict[str, Any]:
         issued = self._issued.get(token) or abort(problem(404, NO_TOKEN))

@@ -25,7 +25,7 @@ def connect(url, token=""):
     return Client(port_of(url), token)
 
 
-def steer(url, method, token="", body=None):
+def call_test_tokens(url, method, token="", body=None):
     """Status and JSON of the response of the test service about its tokens."""
     path = f"/test/tokens/{token}" if token else "/test/tokens"
     headers = {} if body is None else {"Content-Type": "application/json"}
@@ -49,10 +49,10 @@ def copy_service(folder):
         shutil.copytree(ROOT / package, folder / package)
 
 
-def left(mark):
+def processes_still_running(mark):
     """The processes that have this mark in their environment, and do not end."""
 
-    def marked():
+    def running():
         found = []
         for folder in Path("/proc").glob("[1-9]*"):
             with suppress(FileNotFoundError, PermissionError, ProcessLookupError):
@@ -61,8 +61,8 @@ def left(mark):
         return found
 
     with suppress(AssertionError):
-        wait_for(lambda: not marked())
-    return marked()
+        wait_for(lambda: not running())
+    return running()
 
 
 def refuses(url):
