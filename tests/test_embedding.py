@@ -86,6 +86,137 @@ def test_at_last():
 """
 
 
+@pytest.fixture
+def their_environment(tmp_path_factory):
+    """Settings that are theirs; fails if, after the test, anything of ours is left."""
+    place, mark = tmp_path_factory.mktemp("place"), str(uuid.uuid4())
+    theirs = os.environ | HOSTILE | {"TMPDIR": str(place), "MARK": mark}
+    theirs.pop("PYTHONDONTWRITEBYTECODE", None)  # or each run compiles pytest anew
+    yield theirs
+    assert processes_still_running(mark) == []
+    assert list(place.glob("gardening-*")) == []
+
+
+def run_failing(tests, folder, environment):
+    """What tests print that use the service in the folder, and wait less for it."""
+    client = folder / "testservice/gardening_service/client.py"
+    client.write_text(replaced(client.read_text(), {"LIMIT = 10 ": "LIMIT = 4 "}))
+    (folder / "test_it.py").write_text(tests)
+    command = [sys.executable, "-m", "pytest", "-Werror", "-p", PLUGIN, folder]
+    environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    return run(*command, status=1, folder=folder, environment=environment).stdout
+
+
+STARTS = {
+    "raise RuntimeError('no soil')": "no soil",
+    "import time; time.sleep(600)": "",
+}
+
+
+@pytest.mark.parametrize("start, told", STARTS.items(), ids=["broken", "hanging"])
+def test_fixture_of_a_service_that_does_not_start_says_why(
+    tmp_path, their_environment, start, told
+):
+    copy_service(tmp_path)
+    (tmp_path / "schemas.py").write_text(start)
+    tests = "def test_it(gardening): pass"
+    printed = run_failing(tests, tmp_path, their_environment)
+    assert "The service did not start." in printed and told in printed
+
+
+ENDS = {
+    "SIGKILL": ("1 failed, 2 passed, 2 errors", "\nE .*The service has ended", 2),
+    "SIGTERM": ("1 failed, 2 passed, 2 errors", "\nE .*The service has ended", 2),
+    "SIGSTOP": ("1 failed, 2 passed, 2 errors", "\nE .*TimeoutExpired", 1),
+}
+
+
+@pytest.mark.parametrize("name, told", ENDS.items(), ids=ENDS)
+def test_end_of_the_service_is_told_with_its_log(
+    tmp_path, their_environment, name, told
+):
+    """At the next call, and at the end; one that does not end is killed."""
+    copy_service(tmp_path)
+    tests = SIGNALLING_TESTS.replace("SIGNAL", name)
+    printed = run_failing(tests, tmp_path, their_environment)
+    counts, reason, times = told
+    assert counts in printed
+    assert "RuntimeError: planned for this token" in printed
+    assert "ERROR at teardown of test_at_last" in printed
+    assert len(re.findall(reason, printed)) == times
+
+
+def test_fixture_refuses_what_cannot_be_an_account(gardening_service):
+    with pytest.raises(ValueError, match="1 to 255 printable"):
+        gardening_service.issue_token("")
+    assert gardening_service.issue_token(account="ann")
+
+
+def test_fixture_refuses_a_plan_that_is_a_string(gardening, gardening_service):
+    for service in (gardening, gardening_service):
+        with pytest.raises(ValueError, match="'fail': .*Not a valid list"):
+            service.issue_token(fail="lost")
+
+
+def test_fixture_revokes_tokens(gardening, gardening_service):
+    token = gardening.issue_token(fail=["lost"])
+    assert gardening.left(token) == gardening_service.left(token) == ["lost"]
+    for service, revoked in (gardening, token), (gardening_service, gardening.token):
+        service.revoke(revoked)
+        assert call_projects(gardening.url, revoked)[0] == 401
+    for ask in (gardening_service.left, gardening_service.revoke):
+        for unknown in (gardening.token, "a b\n", "ü"):
+            with pytest.raises(ValueError, match="There is no such token"):
+                ask(unknown)
+
+
+def test_fixture_of_a_test_issues_tokens_of_its_own_account(
+    gardening, gardening_service
+):
+    tokens = [
+        gardening.issue_token(),
+        gardening.issue_token(fail=["429"]),
+        gardening.issue_token(expired=True),
+        gardening_service.issue_token(gardening.account),
+        gardening_service.issue_token(),
+    ]
+    assert call_projects(gardening.url, gardening.token, "POST", {})[0] == 201
+    answers = [call_projects(gardening.url, token) for token in tokens]
+    assert [status for status, _ in answers] == [200, 429, 401, 200, 200]
+    assert [len(answers[number][1]) for number in (0, 3, 4)] == [1, 1, 0]
+    assert gardening.headers == {"Authorization": f"Bearer {gardening.token}"}
+
+
+RUNNING = """
+import sys, urllib.request
+import gardening_service
+
+with gardening_service.run() as service:
+    gardening = service.with_new_account()
+    url = gardening.url + "/api/v1/gardening/projects"
+    request = urllib.request.Request(url, headers=gardening.headers)
+    assert urllib.request.urlopen(request).read() == b"[]"
+    print(url)
+    assert "pytest" not in sys.modules
+    END
+"""
+
+
+@pytest.mark.parametrize("end, status", {"": 0, "raise KeyError": 1}.items())
+def test_service_runs_without_pytest_for_the_time_of_a_with(
+    their_environment, end, status
+):
+    theirs = their_environment | {"PYTHONPATH": str(ROOT / "testservice")}
+    script = RUNNING.replace("END", end)
+    command = [sys.executable, "-Werror", "-c", script]
+    ended = run(*command, folder="/", environment=theirs, status=status)
+    assert ("KeyError" in ended.stderr) == bool(end)
+    assert refuses(ended.stdout.removesuffix("/api/v1/gardening/projects\n"))
+
+
+# These need packages from PyPI.
+
+
 @pytest.fixture(scope="session")
 def clone(tmp_path_factory):
     """A copy of this folder."""
@@ -121,22 +252,13 @@ def project(tmp_path):
     return tmp_path
 
 
-@pytest.fixture
-def their_environment(tmp_path_factory):
-    """Settings that are theirs; fails if, after the test, anything of ours is left."""
-    place, mark = tmp_path_factory.mktemp("place"), str(uuid.uuid4())
-    theirs = os.environ | HOSTILE | {"TMPDIR": str(place), "MARK": mark}
-    theirs.pop("PYTHONDONTWRITEBYTECODE", None)  # or each run compiles pytest anew
-    yield theirs
-    assert processes_still_running(mark) == []
-    assert list(place.glob("gardening-*")) == []
-
-
-def run_their_tests(python, project, their_environment, *options):
+def run_their_tests(
+    python, project, their_environment, *options, told="5 passed", status=0
+):
     command = [python, "-m", "pytest", "-Werror", *options, project / "test_theirs.py"]
     theirs = their_environment | {"PYTHONPATH": str(project)}
-    ended = run(*command, folder="/", environment=theirs)
-    assert "5 passed" in ended.stdout
+    ended = run(*command, folder="/", environment=theirs, status=status)
+    assert told in ended.stdout
 
 
 @pytest.mark.parametrize("options", [[], ["-n2"], ["-p", "no:cacheprovider"]], ids=str)
@@ -163,6 +285,8 @@ def test_service_may_come_from_an_environment_of_its_own(
     script = script.replace("\npip ", f"\n{shlex.join(pip)} --python {theirs} ")
     script += 'printf %s "$GARDENING_TEST_SERVICE"'
     command = run("sh", "-ec", script, folder=folder, limit=10 * LIMIT).stdout
+    told = "or set GARDENING_TEST_SERVICE to the command"
+    run_their_tests(theirs, project, their_environment, told=told, status=1)
     their_environment["GARDENING_TEST_SERVICE"] = f"{command} --bind 127.0.0.1:0"
     run_their_tests(theirs, project, their_environment)
     run(theirs, "-c", "import werkzeug", status=1)
@@ -188,97 +312,6 @@ def test_no_module_of_ours_but_the_package_can_be_imported(python):
     assert ended.stdout.startswith(f"[{'None, ' * (len(names) - 1)}ModuleSpec")
 
 
-def run_failing(tests, folder, environment):
-    """What tests print that use the service in the folder, and wait less for it."""
-    plugin = folder / "testservice/gardening_service/fixtures.py"
-    plugin.write_text(replaced(plugin.read_text(), {"LIMIT = 10 ": "LIMIT = 4 "}))
-    (folder / "test_it.py").write_text(tests)
-    command = [sys.executable, "-m", "pytest", "-Werror", "-p", PLUGIN, folder]
-    environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    return run(*command, status=1, folder=folder, environment=environment).stdout
-
-
-STARTS = {
-    "raise RuntimeError('no soil')": "no soil",
-    "import time; time.sleep(600)": "",
-}
-
-
-@pytest.mark.parametrize("start, told", STARTS.items(), ids=["broken", "hanging"])
-def test_fixture_of_a_service_that_does_not_start_says_why(
-    tmp_path, their_environment, start, told
-):
-    copy_service(tmp_path)
-    (tmp_path / "schemas.py").write_text(start)
-    tests = "def test_it(gardening): pass"
-    printed = run_failing(tests, tmp_path, their_environment)
-    assert "The service did not start." in printed and told in printed
-
-
-ENDS = {
-    "SIGKILL": ("1 failed, 2 passed, 2 errors", "\nThe service has ended", 2),
-    "SIGTERM": ("1 failed, 2 passed, 2 errors", "\nThe service has ended", 2),
-    "SIGSTOP": ("2 failed, 2 passed, 1 error", "\nE .*TimeoutExpired", 1),
-}
-
-
-@pytest.mark.parametrize("name, told", ENDS.items(), ids=ENDS)
-def test_end_of_the_service_is_told_with_its_log(
-    tmp_path, their_environment, name, told
-):
-    """At the next call, and at the end; one that does not end is killed."""
-    copy_service(tmp_path)
-    tests = SIGNALLING_TESTS.replace("SIGNAL", name)
-    printed = run_failing(tests, tmp_path, their_environment)
-    counts, reason, times = told
-    assert counts in printed
-    assert "RuntimeError: planned for this token" in printed
-    assert "ERROR at teardown of test_at_last" in printed
-    assert len(re.findall(reason, printed)) == times
-
-
-@pytest.mark.parametrize("account", ["", " ", "a\nb", "\0"])
-def test_fixture_refuses_what_cannot_be_an_account(gardening_service, account):
-    with pytest.raises(ValueError, match="An account name must be 1 to 255 printable"):
-        gardening_service.issue_token(account)
-    assert gardening_service.issue_token(account="ann")
-
-
-def test_fixture_refuses_a_plan_that_is_a_string(gardening, gardening_service):
-    for service in (gardening, gardening_service):
-        with pytest.raises(ValueError, match=r"fail=\['lost'\]"):
-            service.issue_token(fail="lost")
-
-
-def test_fixture_revokes_tokens(gardening, gardening_service):
-    token = gardening.issue_token(fail=["lost"])
-    assert gardening.left(token) == gardening_service.left(token) == ["lost"]
-    for service, revoked in (gardening, token), (gardening_service, gardening.token):
-        service.revoke(revoked)
-        assert call_projects(gardening.url, revoked)[0] == 401
-    for ask in (gardening_service.left, gardening_service.revoke):
-        for unknown in (gardening.token, "a b\n", "ü"):
-            with pytest.raises(ValueError, match="There is no such token"):
-                ask(unknown)
-
-
-def test_fixture_of_a_test_issues_tokens_of_its_own_account(
-    gardening, gardening_service
-):
-    tokens = [
-        gardening.issue_token(),
-        gardening.issue_token(fail=["429"]),
-        gardening.issue_token(expired=True),
-        gardening_service.issue_token(gardening.account),
-        gardening_service.issue_token(),
-    ]
-    assert call_projects(gardening.url, gardening.token, "POST", {})[0] == 201
-    answers = [call_projects(gardening.url, token) for token in tokens]
-    assert [status for status, _ in answers] == [200, 429, 401, 200, 200]
-    assert [len(answers[number][1]) for number in (0, 3, 4)] == [1, 1, 0]
-    assert gardening.headers == {"Authorization": f"Bearer {gardening.token}"}
-
-
 @pytest.fixture
 def paths(python, their_environment):
     """The environment with our command on the PATH."""
@@ -293,17 +326,20 @@ def test_pytest_example_passes(python, tmp_path, paths, heading):
     assert "1 passed" in ended.stdout
 
 
+def test_unittest_example_passes(python, tmp_path, paths):
+    [example] = blocks(PAGE, "unittest", "python")
+    (tmp_path / "test_example.py").write_text(example)
+    command = [python, "-Werror", "-m", "unittest"]
+    ended = run(*command, folder=tmp_path, environment=paths)
+    assert ended.stderr.endswith("\nOK\n")
+
+
+# This needs Node, too.
+
+
 @needs("node")
 def test_example_in_node_prints_what_the_page_says(tmp_path, paths):
     [example] = blocks(PAGE, "Any other language", "js")
     node = ["node", "--input-type=module"]
     ended = run(*node, folder=tmp_path, environment=paths, input=example)
     assert (ended.stdout, ended.stderr) == ("429\n[]\n", "")
-
-
-def test_example_in_the_same_process_passes(tmp_path):
-    [example] = blocks(PAGE, "In the same process", "python")
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    ended = run(sys.executable, "-c", example, folder=tmp_path, environment=environment)
-    assert (ended.stdout, ended.stderr) == ("", "")
-    assert list(tmp_path.iterdir()) == []

@@ -406,6 +406,15 @@ def test_service_goes_on_after_the_process_that_started_it(start):
         assert service.errors() == ""
 
 
+def test_missing_packages_are_told_with_what_to_do():
+    """After `pip install --no-deps`, as in a Python without any package."""
+    command = [sys.executable, "-S", *COMMAND[1:]]
+    ended = run(*command, status=1, stdin=subprocess.DEVNULL)
+    assert ended.stderr.startswith("No module named ")
+    assert "set GARDENING_TEST_SERVICE" in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
 # These need IPv6.
 
 

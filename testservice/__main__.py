@@ -13,9 +13,14 @@ socket or a terminal, such as /dev/null, never ends it.
 import argparse
 import os
 import socket
+import sys
 from urllib.parse import urlsplit
 
 IGNORED_PREFIXES = ("FLASK_", "GARDENING_", "GUNICORN_", "WEB_CONCURRENCY")
+HELP = (
+    "install the service with its dependencies, or set GARDENING_TEST_SERVICE "
+    "to the command of an environment that has them"
+)
 
 
 def main() -> None:
@@ -34,8 +39,10 @@ def main() -> None:
     for name in [name for name in os.environ if name.startswith(IGNORED_PREFIXES)]:
         del os.environ[name]
     # Not before: gunicorn and Flask read the environment as they are imported.
-    from testservice.server import Server
-
+    try:
+        from testservice.server import Server
+    except ModuleNotFoundError as error:
+        sys.exit(f"{error}: {HELP}")
     Server(listener).init_process()
 
 

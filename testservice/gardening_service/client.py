@@ -1,0 +1,128 @@
+"""What runs the test service and talks to it, for tests in Python.
+
+The service runs as a process of its own, so that its modules, settings and paths cannot
+clash with those of the project under test.
+"""
+# Tested in tests/test_embedding.py.
+
+import json
+import os
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from http.client import HTTPConnection
+from subprocess import PIPE, Popen
+from threading import Timer
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from . import COMMAND, ROOT
+
+Plan = Sequence[str]
+LIMIT = 10  # seconds, for the start, for a response and for the end
+
+
+@dataclass(frozen=True)
+class Service:
+    """The running service. Its methods raise ValueError for an unknown token or failure."""
+
+    url: str  # its base, without a slash at the end
+    _process: Popen[bytes]
+
+    def with_new_account(self) -> "Gardening":
+        """The service with an account that nobody else has."""
+        issued = self._call("POST", "/test/tokens", {})
+        headers = {"Authorization": f"Bearer {issued['token']}"}
+        return Gardening(self.url, issued["token"], headers, issued["account"], self)
+
+    def issue_token(
+        self, account: str | None = None, *, expired: bool = False, fail: Plan = ()
+    ) -> str:
+        """A token for the account, or for a new one, with a plan of failures.
+
+        Raises ValueError for a bad name.
+        """
+        body = {"account": account, "expired": expired, "fail": fail}
+        return str(self._call("POST", "/test/tokens", body)["token"])
+
+    def left(self, token: str) -> list[str]:
+        """What is left of the token's plan."""
+        return list(self._call("GET", path_of(token))["fail"])
+
+    def revoke(self, token: str) -> None:
+        """The token's next request gets 401."""
+        self._call("DELETE", path_of(token))
+
+    def require_running(self) -> None:
+        """Raises RuntimeError if the service has ended."""
+        if self._process.poll() is not None:
+            raise RuntimeError("The service has ended.")
+
+    def _call(self, method: str, path: str, body: object = None) -> Any:
+        self.require_running()
+        connection = HTTPConnection(urlsplit(self.url).netloc, timeout=LIMIT)
+        headers = {"Content-Type": "application/json"}
+        with closing(connection):
+            connection.request(method, path, json.dumps(body), headers)
+            response = connection.getresponse()
+            answer = json.loads(response.read() or "null")
+        if response.status >= 400:
+            raise ValueError(answer.get("errors", answer["detail"]))
+        return answer
+
+
+def path_of(token: str) -> str:
+    return f"/test/tokens/{quote(token)}"
+
+
+@dataclass(frozen=True)
+class Gardening:
+    """The service with an account, for one test."""
+
+    url: str
+    token: str
+    headers: dict[str, str]
+    account: str
+    _service: Service
+
+    def issue_token(self, *, expired: bool = False, fail: Plan = ()) -> str:
+        """Another token of the account, with a plan of failures."""
+        return self._service.issue_token(self.account, expired=expired, fail=fail)
+
+    def left(self, token: str) -> list[str]:
+        """What is left of the token's plan."""
+        return self._service.left(token)
+
+    def revoke(self, token: str) -> None:
+        """The token's next request gets 401."""
+        self._service.revoke(token)
+
+
+@contextmanager
+def run_service() -> Iterator[Service]:
+    """Run the service while a `with` lasts. Raises RuntimeError if it ends by itself.
+
+    GARDENING_TEST_SERVICE may name another command that starts it, split as by a shell.
+    """
+    words = shlex.split(os.environ.get("GARDENING_TEST_SERVICE", ""))
+    words, folder = (words, None) if words else (COMMAND, ROOT)
+    # In a process group of its own, since Ctrl-C is for the tests. It writes to their
+    # standard error, which pytest shows with the test that failed.
+    with Popen(words, cwd=folder, stdin=PIPE, stdout=PIPE, process_group=0) as process:
+        assert process.stdout
+        limit = Timer(LIMIT, process.kill)  # so that readline returns
+        limit.start()
+        try:
+            ready = process.stdout.readline()
+            limit.cancel()
+            if not ready:
+                raise RuntimeError("The service did not start.")
+            service = Service(json.loads(ready)["url"], process)
+            yield service
+            service.require_running()
+            process.terminate()
+            process.wait(LIMIT)
+        finally:
+            limit.cancel()
+            process.kill()
