@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import sqlite3
+import time
 from collections import Counter
 from contextlib import closing
 
@@ -24,7 +25,9 @@ from helpers.testservice import connect
 
 JSON_HEADER = {"Content-Type": "application/json"}
 JSON = {"Content_Type": "application/json"}
-MADE = {"none": 201, "503-unknown": 503, "504": 504, "lost": None, "slow": 201}
+MADE = {"none": 201, "503-unknown": 503, "504": 504, "lost": None}
+MADE |= {"slow": 201, "slow:1": 201}
+UNKNOWN = ["LOST", 503, [], "slow:0", "slow:301", "slow:1.5"]
 NOT_MADE = {"401": 401, "429": 429, "500": 500, "502": 502, "503": 503, "dropped": None}
 ON_EVERY_RESPONSE = {"Date", "Server", "Strict-Transport-Security", "X-Request-Id"}
 
@@ -88,6 +91,19 @@ def test_slow_request_makes_its_change_at_the_end(failing, gardening_service):
     assert len(other.call("GET", PROJECTS)[1]) == 1
 
 
+@pytest.mark.parametrize("failure, seconds", {"slow": 3, "slow:1": 1}.items())
+def test_slow_request_waits_as_long_as_planned(failing, failure, seconds):
+    client, _ = failing(failure)
+    started = time.monotonic()
+    assert client.call("GET", PROJECTS) == (200, [])
+    assert seconds <= time.monotonic() - started < seconds + 2
+
+
+def test_longest_wait_can_be_planned(gardening_service):
+    token = gardening_service.issue_token(fail=["slow:300"])
+    assert gardening_service.left(token) == ["slow:300"]
+
+
 @pytest.mark.parametrize("failure", ["dropped", "lost"])
 @pytest.mark.parametrize("size", [2, 60_000, 1_000_000])
 def test_connection_closes_without_a_byte(gardening_service, failure, size):
@@ -143,7 +159,7 @@ def test_expired_token_can_fail_too(gardening_service):
     assert statuses == [429, 401]
 
 
-@pytest.mark.parametrize("failure", ["", "5O3", "LOST", " lost", "none\nlost", 503, []])
+@pytest.mark.parametrize("failure", UNKNOWN, ids=str)
 def test_unknown_failure_is_an_error_that_names_the_known_ones(
     gardening_service, failure
 ):
@@ -151,7 +167,7 @@ def test_unknown_failure_is_an_error_that_names_the_known_ones(
         gardening_service.issue_token(fail=["lost", failure])
     [message] = raised.value.args[0]["fail"]["1"]
     assert message.startswith(repr(failure))
-    for known in [*MADE, *NOT_MADE]:
+    for known in {*MADE, *NOT_MADE, "slow:SECONDS"} - {"slow:1"}:
         assert repr(known) in message
 
 
@@ -189,6 +205,8 @@ def test_unknown_outcome_has_a_503_of_its_own_type(failing):
     types = [json.loads(content)["type"] for _, _, content in (known, unknown)]
     assert types == ["about:blank", "urn:gardening:outcome-unknown"]
 
+
+# These need nginx.
 
 BRIEF = {"proxy_http_version 1.1;": "proxy_http_version 1.1; proxy_read_timeout 1;"}
 NGINX = {"429": {"rate=50r/s": "rate=1r/m", "burst=100": "burst=1"}, "504": BRIEF}

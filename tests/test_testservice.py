@@ -236,7 +236,7 @@ def test_signal_ends_the_service_at_once(start, name):
     """Also while a connection is open and a response is on its way."""
     with start() as service:
         ready = service.read()
-        token = issue(ready["url"], fail=["slow"])
+        token = issue(ready["url"], fail=["slow:300"])
         with connect(ready["url"], token) as client:
             client.request("GET", PROJECTS, headers=client.authorization)
             wait_for(

@@ -57,6 +57,8 @@ FAILURES = {
     "slow": Failure(seconds=3),
 }
 CHOICES = ", ".join(map(repr, FAILURES))  # with their quotes: 503 is not "503"
+CHOICES += ", 'slow:SECONDS' (1 to 300)"
+FAILURES |= {f"slow:{seconds}": Failure(seconds) for seconds in range(1, 301)}
 PLANNABLE = validate.OneOf(FAILURES, error=f"{{input!r}} is not one of {CHOICES}.")
 
 
