@@ -1,5 +1,6 @@
 """The service in other teams' tests: installed, in a project that is not ours."""
 
+import json
 import os
 import re
 import shlex
@@ -7,6 +8,7 @@ import shutil
 import signal
 import sys
 import uuid
+from functools import partial
 
 import pytest
 
@@ -158,13 +160,34 @@ def test_fixture_refuses_a_plan_that_is_a_string(gardening, gardening_service):
             service.issue_token(fail="lost")
 
 
+def test_fixture_plans_failures_and_has_the_requests(gardening, gardening_service):
+    gardening.plan(["502", "429"])
+    gardening.plan(("429",))
+    url, token = gardening.url, gardening.token
+    assert gardening.left(token) == ["429"]
+    assert [call_projects(url, token)[0] for _ in range(2)] == [429, 200]
+    assert call_projects(url, token, "POST", {"name": "Park"})[0] == 201
+    first, second, third = gardening.requests
+    assert first["method"] == second["method"] == "GET"
+    assert json.loads(third["body"]) == {"name": "Park"}
+    other = gardening.issue_token()
+    gardening_service.plan(other, ["504"])
+    assert call_projects(url, other, "POST", {})[0] == 504
+    [request] = gardening_service.requests(other)
+    assert request["method"] == "POST"
+    with pytest.raises(ValueError, match="'5O3' is not one of"):
+        gardening.plan(["5O3"])
+
+
 def test_fixture_revokes_tokens(gardening, gardening_service):
     token = gardening.issue_token(fail=["lost"])
     assert gardening.left(token) == gardening_service.left(token) == ["lost"]
     for service, revoked in (gardening, token), (gardening_service, gardening.token):
         service.revoke(revoked)
         assert call_projects(gardening.url, revoked)[0] == 401
-    for ask in (gardening_service.left, gardening_service.revoke):
+    plan = partial(gardening_service.plan, fail=[])
+    asks = gardening_service.left, gardening_service.requests, gardening_service.revoke
+    for ask in (*asks, plan):
         for unknown in (gardening.token, "a b\n", "ü"):
             with pytest.raises(ValueError, match="There is no such token"):
                 ask(unknown)
@@ -196,6 +219,7 @@ with gardening_service.run() as service:
     url = gardening.url + "/api/v1/gardening/projects"
     request = urllib.request.Request(url, headers=gardening.headers)
     assert urllib.request.urlopen(request).read() == b"[]"
+    assert [each["method"] for each in gardening.requests] == ["GET"]
     print(url)
     assert "pytest" not in sys.modules
     END
@@ -340,6 +364,7 @@ def test_unittest_example_passes(python, tmp_path, paths):
 @needs("node")
 def test_example_in_node_prints_what_the_page_says(tmp_path, paths):
     [example] = blocks(PAGE, "Any other language", "js")
+    [printed] = blocks(PAGE, "Any other language", "text")[1:]
     node = ["node", "--input-type=module"]
     ended = run(*node, folder=tmp_path, environment=paths, input=example)
-    assert (ended.stdout, ended.stderr) == ("429\n[]\n", "")
+    assert (ended.stdout, ended.stderr) == (f"[]\n{printed}", "")

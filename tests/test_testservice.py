@@ -7,7 +7,8 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from http.client import RemoteDisconnected
 from pathlib import Path
 from statistics import median
 from urllib.request import urlopen
@@ -136,7 +137,7 @@ def test_issued_token_is_told_with_its_account_and_plan(gardening_service, given
     assert issued["account"] == account.replace("e\u0308", "ë")
     assert issued["fail"] == (given.get("fail") or [])
     found = call_test_tokens(gardening_service.url, "GET", issued.pop("token"))
-    assert found == (200, issued)
+    assert found == (200, issued | {"requests": []})
 
 
 JSON = "application/json"
@@ -151,13 +152,15 @@ WRONG = [
 ]
 
 
+@pytest.mark.parametrize("method", ["POST", "PUT"])
 @pytest.mark.parametrize(("body", "kind", "status", "field"), WRONG)
 def test_wrong_request_is_refused_like_a_wrong_project(
-    gardening, body, kind, status, field
+    gardening, method, body, kind, status, field
 ):
     headers = {"Content-Type": kind} if kind else {}
+    path = "/test/tokens" if method == "POST" else f"/test/tokens/{gardening.token}"
     with connect(gardening.url) as client:
-        response = client.fetch("POST", "/test/tokens", body, **headers)
+        response = client.fetch(method, path, body, **headers)
     problem = json.loads(response[2])
     assert (response[0], problem["status"]) == (status, status)
     assert response[1]["Content-Type"] == "application/problem+json"
@@ -178,13 +181,119 @@ def test_what_is_left_of_a_plan_can_be_read(gardening_service):
         assert plan_of(url, token) == rest
 
 
+def test_plan_of_a_token_in_use_can_be_replaced(gardening_service):
+    url = gardening_service.url
+    token = issue(url, account="ann", fail=["502", "502"])
+    assert call_projects(url, token)[0] == 502
+    replaced = call_test_tokens(url, "PUT", token, {"fail": ["429", "none", "504"]})
+    assert replaced == (204, None)
+    assert plan_of(url, token) == ["429", "none", "504"]
+    assert [call_projects(url, token)[0] for _ in range(2)] == [429, 200]
+    for empty in ({"fail": []}, {"fail": None}, {}):
+        assert call_test_tokens(url, "PUT", token, {"fail": ["504"]})[0] == 204
+        assert call_test_tokens(url, "PUT", token, empty)[0] == 204
+        assert call_projects(url, token)[0] == 200
+
+
+def test_wrong_plan_leaves_the_old_one(gardening_service):
+    url = gardening_service.url
+    token = issue(url, account="ann", fail=["502"])
+    status, problem = call_test_tokens(url, "PUT", token, {"fail": ["429", "5O3"]})
+    assert status == 422
+    assert "'5O3' is not one of" in problem["errors"]["fail"]["1"][0]
+    assert plan_of(url, token) == ["502"]
+
+
+def journal_of(url, token):
+    return call_test_tokens(url, "GET", token)[1]["requests"]
+
+
+def test_journal_has_each_request_as_it_was_sent(gardening):
+    path = PROJECTS + "/a%20b?x=%2F&x"
+    headers = {"If_Match": '"1-2"', "Idempotency_Key": "ä".encode(), "X_Y": "z"}
+    with connect(gardening.url, gardening.token) as client:
+        client.fetch("PUT", path, '{"name": "é"}'.encode(), **headers)
+        client.fetch("GET", PROJECTS)
+    put, get = journal_of(gardening.url, gardening.token)
+    assert put == {
+        "method": "PUT",
+        "path": path,
+        "headers": {
+            "Host": gardening.url.removeprefix("http://"),
+            "Accept-Encoding": "identity",
+            "Content-Length": "14",
+            "If-Match": '"1-2"',
+            "Idempotency-Key": "Ã¤",  # as HTTP has it, in Latin-1
+            "X-Y": "z",
+        },
+        "body": '{"name": "é"}',
+    }
+    assert (get["method"], get["path"], get["body"]) == ("GET", PROJECTS, "")
+    assert not {"authorization", "sent-path"} & {*map(str.lower, get["headers"])}
+
+
+def test_body_that_is_not_utf_8_is_in_the_journal_as_far_as_it_is_text(gardening):
+    with connect(gardening.url, gardening.token) as client:
+        sent = client.fetch("POST", PROJECTS, b"a\xffb", **{"Content-Type": JSON})
+    assert sent[0] == 400
+    assert journal_of(gardening.url, gardening.token)[0]["body"] == "a\ufffdb"
+
+
+def test_journal_is_that_of_the_token_without_the_paths_of_tokens(gardening_service):
+    url = gardening_service.url
+    token, other = issue(url, account="ann"), issue(url, account="ann")
+    for path in ("/nowhere", "/test/tokens", "/api/v1/hello-service"):
+        with connect(url, token) as client:
+            client.fetch("GET", path)
+    paths = [request["path"] for request in journal_of(url, token)]
+    assert paths == ["/nowhere", "/api/v1/hello-service"]
+    assert journal_of(url, other) == []
+
+
+def chunks():
+    yield b'{"name": '
+    yield b'"Park"}'.rjust(50_000)
+
+
+@pytest.mark.parametrize("failure", ["none", "503-unknown", "504", "lost"])
+def test_chunked_body_is_in_the_journal_and_reaches_the_service(gardening, failure):
+    token = gardening.issue_token(fail=[failure])
+    with connect(gardening.url, token) as client, suppress(RemoteDisconnected):
+        client.fetch("POST", PROJECTS, chunks(), **{"Content-Type": JSON})
+    [project] = call_projects(gardening.url, gardening.token)[1]
+    assert project["name"] == "Park"
+    [request] = journal_of(gardening.url, token)
+    assert request["body"].encode() == b"".join(chunks())
+    assert request["headers"]["Transfer-Encoding"] == "chunked"
+
+
+def test_journal_keeps_the_last_thousand_requests_and_loses_none(gardening):
+    url, token = gardening.url, gardening.token
+
+    def work(number):
+        with connect(url, token) as client:
+            for turn in range(150):
+                client.fetch("GET", f"/{number}/{turn}")
+
+    at_once(work, 6)
+    sent = {f"/{number}/{turn}" for number in range(6) for turn in range(150)}
+    paths = [request["path"] for request in journal_of(url, token)]
+    assert len(paths) == len(sent) and {*paths} == sent
+    own = [path for path in paths if path.startswith("/3/")]
+    assert own == [f"/3/{turn}" for turn in range(150)]
+    work(6)
+    paths += [f"/6/{turn}" for turn in range(150)]
+    kept = [request["path"] for request in journal_of(url, token)]
+    assert kept == paths[-1000:]
+
+
 def test_revoked_token_gets_401_and_is_forgotten(gardening_service):
     url = gardening_service.url
     token, other = issue(url, account="ann"), issue(url, account="ann")
     assert call_test_tokens(url, "DELETE", token) == (204, None)
     assert [call_projects(url, each)[0] for each in (token, other)] == [401, 200]
-    for method in ("GET", "DELETE"):
-        status, problem = call_test_tokens(url, method, token)
+    for method, body in {"GET": None, "PUT": {"fail": []}, "DELETE": None}.items():
+        status, problem = call_test_tokens(url, method, token, body)
         assert (status, problem["detail"]) == (404, "There is no such token.")
 
 

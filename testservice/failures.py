@@ -1,20 +1,23 @@
-"""The service with planned failures, and the paths under /test/ that issue tokens.
+"""The service with planned failures, a journal, and the paths under /test/.
 
-A plan belongs to a token: its first requests fail as the plan says. The service's own
+A plan belongs to a token: its next requests fail as the plan says. The service's own
 errors are raised in the store, as in production. 429, 502 and 504 are nginx's, as
-deploy/nginx.conf words them.
+deploy/nginx.conf words them. The journal of a token has the requests that came with it.
 """
 
 import errno
 import secrets
 import time
+from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
+from io import BytesIO
 from typing import Any, NamedTuple
 from wsgiref.types import StartResponse, WSGIEnvironment
 
 from flask import Response, abort, request
 from marshmallow import Schema, ValidationError, fields, validate
+from werkzeug.datastructures import EnvironHeaders
 
 from app import create_app
 from auth import BadName, account_name, bearer_token, issue_token
@@ -27,6 +30,9 @@ from store import Caller, Store
 NO_TOKEN = "There is no such token."
 PLANNED = "planned for this token"
 FAILURE = "gardening.failure"  # of a request, in its WSGI environment
+JOURNAL_SIZE = 1000  # requests of a token, the last ones
+# Tests print the journal, and gunicorn.conf.py adds the second one.
+NOT_IN_JOURNAL = ("Authorization", "Sent-Path")
 
 
 class Failure(NamedTuple):
@@ -72,20 +78,28 @@ class FailingStore(Store):
         return None if failure.is_revoked else super().find_caller(digest)
 
 
-class TokenSchema(Schema):
-    """The body of POST /test/tokens; null is the same as absent."""
+class PlanSchema(Schema):
+    """The body of PUT /test/tokens/TOKEN; null is the same as absent."""
 
     error_messages = NOT_AN_OBJECT
 
-    account = fields.String(load_default=None)
-    expired = fields.Boolean(load_default=None)
     fail = fields.List(fields.Raw(validate=PLANNABLE), load_default=None)
 
 
+class TokenSchema(PlanSchema):
+    """The body of POST /test/tokens; null is the same as absent."""
+
+    account = fields.String(load_default=None)
+    expired = fields.Boolean(load_default=None)
+
+
 class Issued(NamedTuple):
+    """A token. Its list and its deque change in single steps, so no thread needs a lock."""
+
     account: str
     id: int
     plan: list[str]  # what is left of it
+    journal: deque[dict[str, Any]]
 
 
 class FailingService:
@@ -98,12 +112,17 @@ class FailingService:
         self._app.extensions["store"] = self._store
         self._app.post("/test/tokens")(self.create_token)
         self._app.get("/test/tokens/<token>")(self.get_token)
+        self._app.put("/test/tokens/<token>")(self.update_token)
         self._app.delete("/test/tokens/<token>")(self.delete_token)
 
     def __call__(
         self, environ: WSGIEnvironment, start_response: StartResponse
     ) -> Iterable[bytes]:
-        failure = self._next_failure(environ)
+        failure = Failure()
+        issued = self._issued.get(bearer_token(environ.get("HTTP_AUTHORIZATION", "")))
+        if issued and not environ["PATH_INFO"].startswith("/test/"):
+            issued.journal.append(read_request(environ))
+            failure = next_failure(issued.plan, environ["REQUEST_METHOD"])
         time.sleep(failure.seconds)
         if failure.is_served:
             Response.from_app(self._app, {**environ, FAILURE: Failure()})
@@ -115,17 +134,6 @@ class FailingService:
             return answer(environ, start_response)
         return self._app({**environ, FAILURE: failure}, start_response)
 
-    def _next_failure(self, environ: WSGIEnvironment) -> Failure:
-        """Take it off the plan of the token that the request carries."""
-        issued = self._issued.get(bearer_token(environ.get("HTTP_AUTHORIZATION", "")))
-        name = "none"
-        if issued and not environ["PATH_INFO"].startswith("/test/"):
-            with suppress(IndexError):
-                name = issued.plan.pop(0)
-        if name == "503-unknown" and environ["REQUEST_METHOD"] in ("GET", "HEAD"):
-            name = "503"  # what changes nothing has no unknown outcome
-        return FAILURES[name]
-
     def token_for(self, body: Any) -> dict[str, Any]:
         """What POST /test/tokens returns for this body. Raises ValidationError."""
         given = TokenSchema().load(body)
@@ -136,18 +144,50 @@ class FailingService:
         except BadName as error:
             raise ValidationError({"account": [str(error)]}) from error
         token, id = issue_token(self._store, account, 0 if given["expired"] else None)
-        self._issued[token] = Issued(account, id, given["fail"] or [])
-        return {"token": token, **self.get_token(token)}
+        plan = given["fail"] or []
+        self._issued[token] = Issued(account, id, plan, deque(maxlen=JOURNAL_SIZE))
+        return {"token": token, "account": account, "fail": plan}
 
     def create_token(self) -> tuple[dict[str, Any], int]:
         is_empty = "Content-Type" not in request.headers and not request.get_data()
         return self.token_for({} if is_empty else read_json()), 201
 
     def get_token(self, token: str) -> dict[str, Any]:
-        issued = self._issued.get(token) or abort(problem(404, NO_TOKEN))
-        return {"account": issued.account, "fail": issued.plan}
+        account, _, plan, journal = self._find(token)
+        return {"account": account, "fail": plan, "requests": list(journal)}
+
+    def update_token(self, token: str) -> tuple[str, int]:
+        plan = self._find(token).plan
+        plan[:] = PlanSchema().load(read_json())["fail"] or []
+        return "", 204
 
     def delete_token(self, token: str) -> tuple[str, int]:
-        issued = self._issued.pop(token, None) or abort(problem(404, NO_TOKEN))
-        self._store.revoke_token(issued.id)
+        self._store.revoke_token(self._find(token).id)
+        self._issued.pop(token, None)
         return "", 204
+
+    def _find(self, token: str) -> Issued:
+        return self._issued.get(token) or abort(problem(404, NO_TOKEN))
+
+
+def read_request(environ: WSGIEnvironment) -> dict[str, Any]:
+    """The request as the journal has it. The application can still read its body."""
+    body = environ["wsgi.input"].read()
+    environ["wsgi.input"] = BytesIO(body)
+    headers = EnvironHeaders(environ)
+    return {
+        "method": environ["REQUEST_METHOD"],
+        "path": environ["RAW_URI"],
+        "headers": {k: v for k, v in headers if k not in NOT_IN_JOURNAL},
+        "body": body.decode(errors="replace"),
+    }
+
+
+def next_failure(plan: list[str], method: str) -> Failure:
+    """Take it off the plan."""
+    name = "none"
+    with suppress(IndexError):
+        name = plan.pop(0)
+    if name == "503-unknown" and method in ("GET", "HEAD"):
+        name = "503"  # what changes nothing has no unknown outcome
+    return FAILURES[name]

@@ -20,6 +20,7 @@ from urllib.parse import quote, urlsplit
 from . import COMMAND, ROOT
 
 Plan = Sequence[str]
+Request = dict[str, Any]  # method, path, headers, body
 LIMIT = 10  # seconds, for the start, for a response and for the end
 
 
@@ -46,9 +47,17 @@ class Service:
         body = {"account": account, "expired": expired, "fail": fail}
         return str(self._call("POST", "/test/tokens", body)["token"])
 
+    def plan(self, token: str, fail: Plan) -> None:
+        """Replace what is left of the token's plan."""
+        self._call("PUT", path_of(token), {"fail": fail})
+
     def left(self, token: str) -> list[str]:
         """What is left of the token's plan."""
         return list(self._call("GET", path_of(token))["fail"])
+
+    def requests(self, token: str) -> list[Request]:
+        """The last 1,000 requests with the token, in the order of arrival."""
+        return list(self._call("GET", path_of(token))["requests"])
 
     def revoke(self, token: str) -> None:
         """The token's next request gets 401."""
@@ -89,6 +98,15 @@ class Gardening:
     def issue_token(self, *, expired: bool = False, fail: Plan = ()) -> str:
         """Another token of the account, with a plan of failures."""
         return self._service.issue_token(self.account, expired=expired, fail=fail)
+
+    def plan(self, fail: Plan) -> None:
+        """Let the next requests with `token` fail like this."""
+        self._service.plan(self.token, fail)
+
+    @property
+    def requests(self) -> list[Request]:
+        """The last 1,000 requests with `token`, in the order of arrival."""
+        return self._service.requests(self.token)
 
     def left(self, token: str) -> list[str]:
         """What is left of the token's plan."""
