@@ -8,6 +8,7 @@ would start it anew, reload it, or wait until it has served its requests.
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import stat
@@ -85,7 +86,13 @@ def end_with_input() -> None:
     input, null = os.fstat(0), os.stat(os.devnull)
     if stat.S_ISREG(input.st_mode) or input.st_rdev == null.st_rdev:
         return
-    with suppress(OSError):  # a closed input, or the terminal of another job
+    with suppress(OSError):
         while os.read(0, 4096):
             pass
         end()
+    # It cannot be read now: it is non-blocking, or a terminal that has just closed or that another
+    # job reads.
+    hangup = select.poll()
+    hangup.register(0, 0)  # a hangup is reported in any case
+    hangup.poll()
+    end()
