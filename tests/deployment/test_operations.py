@@ -528,27 +528,6 @@ def test_origin_of_the_page_is_allowed_behind_its_prefix(machine, saved_settings
     assert "HTTP/2 200" in printed
 
 
-@pytest.mark.parametrize(
-    "heading, program",
-    [
-        pytest.param(heading, program, marks=needs(program))
-        for heading, program in {
-            "Apache": "apache2",
-            "HAProxy": "haproxy",
-            "Caddy": "caddy",
-        }.items()
-    ],
-)
-def test_another_proxy_takes_the_place_of_nginx(
-    machine, token_of_ann, heading, program
-):
-    paste_twice(machine, block(heading))
-    try:
-        assert status_of_hello(machine, token_of_ann) == 200
-    finally:
-        machine.paste(f"systemctl stop {program} && systemctl enable --now nginx")
-
-
 def test_metrics_are_sent_once_the_setting_is_there(machine, saved_settings):
     [line] = blocks(PAGE, "Metrics", "ini")
     listen = "import socket\ns = socket.socket(type=socket.SOCK_DGRAM)\n"
