@@ -67,8 +67,7 @@ def machine(srv):
         machine.paste("ln -s /srv/apt-get /usr/local/bin/ && systemctl start nginx")
         release(machine, "git init --quiet --initial-branch=main .")
         install(machine)
-        for script in blocks(PAGE, "nginx"):
-            paste_twice(machine, script)
+        paste_twice(machine, block("nginx"))
         # A process that ends after a reload may break a connection over HTTP/2.
         machine.paste("systemctl restart nginx")
         yield machine
@@ -496,6 +495,43 @@ def test_backup_that_was_not_made_is_noticed(machine, no_backups):
     machine.paste(script, status=1)
     machine.paste("systemctl start gardening-backup")
     paste_twice(machine, script)
+
+
+# Connections that have sent half a header, more than Debian's nginx takes in all.
+HALF_HEADERS = """
+import os, resource, socket, subprocess
+count = 1000 * os.cpu_count()
+resource.setrlimit(resource.RLIMIT_NOFILE, (count + 100, count + 100))
+connections = []
+for _ in range(count):
+    connections.append(socket.create_connection(("127.0.0.1", 80)))
+    connections[-1].sendall(b"GET / HTTP/1.1\\r\\nX: ")
+for _ in range(24):
+    subprocess.run(["sh", "-c", os.environ["CALL"]], check=True)
+"""
+
+
+def test_host_of_the_block_is_called_through_nginx(machine):
+    script = block("nginx")
+    assert HOST in script
+    try:
+        printed = paste(machine, script.replace(HOST, "other.example.org"))
+        assert printed.endswith('{"status":"ok"}')
+        served = machine.paste("nginx -T 2>/dev/null")
+        assert len(re.findall("server_name other.example.org;", served)) == 2
+        assert len(re.findall("(?m)^worker_rlimit_nofile 40000;$", served)) == 1
+    finally:
+        paste(machine, script)
+        machine.paste("systemctl restart nginx")
+
+
+def test_half_headers_shut_out_nobody(machine):
+    call = (
+        f"curl -fksS --max-time 5 --resolve {HOST}:443:127.0.0.1 https://{HOST}/health"
+    )
+    machine.paste("cat > /tmp/half_headers.py", input=HALF_HEADERS)
+    printed = machine.paste("python3 /tmp/half_headers.py", CALL=call)
+    assert printed == '{"status":"ok"}' * 24
 
 
 def test_log_of_nginx_is_not_for_everybody(machine):

@@ -179,11 +179,12 @@ def test_body_of_64_kib_passes_and_no_longer_one(tls_client, chunked):
 @pytest.mark.parametrize(
     "lines",
     [
+        "X: ",
         f"Content-Length: 60000\r\n\r\n{'x' * 30_000}",
         "Content-Length: 60000\r\nExpect: 100-continue\r\n\r\n",
         f"Transfer-Encoding: chunked\r\n\r\nea60\r\n{'x' * 30_000}",
     ],
-    ids=["length", "expect", "chunked"],
+    ids=["header", "length", "expect", "chunked"],
 )
 def test_slow_uploads_hold_up_nobody(proxy, account, lines):
     head = f"POST {PROJECTS} HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"
@@ -222,6 +223,10 @@ def test_http_leads_to_https(proxy):
         response = client.getresponse()
         assert response.status == 308
         assert response.headers["Location"] == f"https://{HOST}{PROJECTS}?page=1"
+        response.read()
+        # A page of a cache must not lead to whatever host somebody names.
+        redirect = client.fetch("GET", "/health", Host="other.example.org")
+        assert redirect[1]["Location"] == f"https://{HOST}/health"
 
 
 @pytest.mark.parametrize("size", [64 * 1024 + 1, 100_000, 1_000_000])
@@ -395,6 +400,66 @@ def test_response_has_the_id_that_both_logs_have(
     assert wait_for(
         lambda: re.search(f" {status} .* {id}$", service.log.read_text(), re.MULTILINE)
     )
+
+
+@pytest.mark.parametrize(
+    "timeout, lines",
+    [
+        ("client_header_timeout", "X: "),
+        ("client_body_timeout", "Content-Length: 2\r\n\r\n{"),
+    ],
+)
+def test_client_that_stops_sending_is_dropped(service, tmp_path, timeout, lines):
+    shorter = {f"{timeout} 10s": f"{timeout} 2s"}
+    with nginx.proxy(tmp_path, service.port, shorter) as proxy:
+        ports = [proxy.port]
+        if timeout == "client_header_timeout":  # a redirect needs no body
+            ports.append(proxy.plain_port)
+        for port in ports:
+            kind = Client if port == proxy.plain_port else TLSClient
+            with kind(port, "x") as client:
+                client.connect()
+                client.sock.settimeout(10)  # nginx's own limit is 60 s
+                client.sock.sendall(f"POST / HTTP/1.1\r\nHost: x\r\n{lines}".encode())
+                assert client.sock.recv(1) == b""
+
+
+def statuses_from(port: int, addresses: list[str]) -> list[int]:
+    """What a call from each of the addresses gets."""
+    with TLSClient(port, "x") as client:
+        return [client.fetch("GET", "/x", X_From=each)[0] for each in addresses]
+
+
+def test_ipv6_network_may_send_as_much_as_an_ipv4_address(service, tmp_path):
+    # nginx takes the client's address from a header, as behind a load balancer.
+    limit = "limit_req zone=gardening"
+    changes = {
+        "rate=50r/s": "rate=1r/m",
+        limit: f"set_real_ip_from 127.0.0.1; real_ip_header X-From; {limit}",
+    }
+    with nginx.proxy(tmp_path, service.port, changes) as proxy:
+        one = statuses_from(proxy.port, ["192.0.2.7"] * 110)
+        assert Counter(one) == {404: 101, 429: 9}
+        others = statuses_from(proxy.port, [f"192.0.2.{n}" for n in range(100, 210)])
+        assert Counter(others) == {404: 110}
+        # The tenth byte is a line break in some of them.
+        network = [f"2001:db8:a:b:{n:x}0a::1" for n in range(110)]
+        assert Counter(statuses_from(proxy.port, network)) == {404: 101, 429: 9}
+        assert statuses_from(proxy.port, ["2001:db8:a:c::1"]) == [404]
+        short = [f"2001:db8::{n:x}" for n in range(110)]
+        assert Counter(statuses_from(proxy.port, short)) == {404: 101, 429: 9}
+
+
+def test_version_of_nginx_is_not_shown(tls_client, proxy):
+    with Client(proxy.plain_port, "x") as plain:
+        for client in (plain, tls_client):
+            assert client.fetch("GET", "/x")[1]["Server"] == "nginx"
+
+
+def test_browsers_guess_no_content_type(tls_client):
+    for path in (PROJECTS, "/x", "/docs/"):
+        _, headers, _ = tls_client.fetch("GET", path)
+        assert headers.get_all("X-Content-Type-Options") == ["nosniff"]
 
 
 def test_browsers_are_told_to_keep_to_https(tls_client, proxy):

@@ -36,10 +36,16 @@ needs_nginx = pytest.mark.skipif(
 )
 
 
+def lines_of_the_page(pattern: str) -> str:
+    """The part of the page's block for nginx that the pattern describes."""
+    [block] = blocks("docs/operations.md", "nginx")
+    [lines] = re.findall(pattern, block, re.DOTALL | re.MULTILINE)
+    return lines
+
+
 def add_http_2(snippets: Path, program: str | Path | None = PROGRAM) -> str:
     """deploy/nginx.conf after the page's own lines for this nginx, and its snippet."""
-    _, install = blocks("docs/operations.md", "nginx")
-    [script] = re.findall(r"^case .*^esac\n", install, re.DOTALL | re.MULTILINE)
+    script = lines_of_the_page(r"^case .*^esac\n")
     places = {"/usr/sbin/nginx": str(program), "/etc/nginx/snippets": str(snippets)}
     configuration = snippets / "original"
     shutil.copy(ROOT / "deploy/nginx.conf", configuration)
@@ -63,8 +69,8 @@ def certify(folder: Path) -> dict[str, str]:
         "/etc/ssl/certs/gardening.pem": f"{folder}/certificate.pem",
         "/etc/ssl/private/gardening.key": f"{folder}/key.pem",
     }
-    script, _ = blocks("docs/operations.md", "nginx")
-    run("sh", "-c", replaced(script, places))
+    script = lines_of_the_page(r"^openssl .*\.pem$")
+    run("sh", "-c", f"HOST={HOST}\n{replaced(script, places)}")
     return places
 
 
