@@ -435,6 +435,48 @@ def test_one_restore_runs_at_a_time_and_can_be_undone(
     assert names(machine, empty_account) == ["Park", "Wood"]
 
 
+# What somebody who has broken into the service could do as its user: replace what a restore
+# makes by links to a folder of root's.
+REPLACING = {
+    "restored": """
+import os
+os.chdir("/var/lib/gardening")
+while True:
+    try:
+        os.symlink("/opt/other", "restored")
+    except FileExistsError:
+        pass
+""",
+    "before": """
+import glob, os
+os.chdir("/var/lib/gardening")
+while True:
+    for folder in glob.glob("before-*"):
+        if not os.path.islink(folder):
+            os.rename(folder, "moved")
+            os.symlink("/opt/other", folder)
+""",
+}
+
+
+@pytest.mark.parametrize("name", REPLACING)
+def test_links_lead_no_restore_to_files_of_root(machine, backup_of_park, name):
+    machine.paste("cd /var/lib/gardening && rm -rf before-* && mkdir -m 755 /opt/other")
+    machine.paste("umask 022; cat > /run/replace.py", input=REPLACING[name])
+    try:
+        machine.paste(
+            "runuser -u gardening -- python3 /run/replace.py & "
+            f"gardening-restore {backup_of_park} || true; kill $! && wait $! || true"
+        )
+        found = machine.paste("stat --format='%U %a' /opt/other && ls /opt/other")
+    finally:
+        machine.paste(
+            "cd /var/lib/gardening && rm -rf restored moved before-* /opt/other"
+        )
+    assert found == "root 755\n"
+    assert machine.paste("systemctl is-active gardening") == "active\n"
+
+
 def test_newest_14_backups_are_kept(machine, no_backups):
     machine.paste(f"cd {BACKUPS} && touch mine.db 2020-01-{{10..30}}T030000Z.db")
     before = machine.paste(NOW).strip()
