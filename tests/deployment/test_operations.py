@@ -515,6 +515,15 @@ def test_service_that_was_killed_is_started_again(machine):
     machine.paste(block("Watch", "health"))
 
 
+def test_process_that_grows_ends_alone(machine):
+    """The kernel's part is tried by hand: few machines give a test a memory controller."""
+    shown = machine.paste("systemctl show gardening")
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    [limit] = re.findall(r"(?m)^MemoryMax=(\d+)$", shown)
+    assert round(int(limit) / memory, 2) == 0.8
+    assert "\nOOMPolicy=continue\n" in shown
+
+
 def test_stop_waits_longer_for_a_request_than_gunicorn_does(machine):
     shown = machine.paste("systemctl show gardening --property=TimeoutStopUSec")
     assert shown == "TimeoutStopUSec=40s\n"
