@@ -66,7 +66,10 @@ def machine(srv):
     with start_machine(srv) as machine:
         machine.paste("ln -s /srv/apt-get /usr/local/bin/ && systemctl start nginx")
         release(machine, "git init --quiet --initial-branch=main .")
+        # A Python of root's own, which the service's user could not read.
+        machine.paste("ln -s /bin/false /usr/local/bin/python3")
         install(machine)
+        machine.paste("rm /usr/local/bin/python3")
         paste_twice(machine, block("nginx"))
         # A process that ends after a reload may break a connection over HTTP/2.
         machine.paste("systemctl restart nginx")
@@ -285,7 +288,7 @@ BROKEN = {
 def test_refused_upgrade_leaves_the_release_from_before(machine, empty_account, line):
     # Each takes a backup, whose name tells one second from another.
     upgrade = f"while [ -e {BACKUPS}/$({NOW}) ]; do sleep 0.1; done\n"
-    upgrade += block("Upgrade", "pull")
+    upgrade += block("Upgrade")
     before = installed_release(machine)
     started = main_pid(machine)
     release(machine, f'echo "{line}" >> app.py')
@@ -313,19 +316,43 @@ def test_reload_lasts_until_the_old_processes_have_ended(machine):
     assert main_pid(machine) == started
 
 
-def test_upgrade_shows_which_installed_files_differ(machine):
-    difference = block("Upgrade", "diff") + "true"
-    changed = machine.paste(difference)
-    assert {*re.findall("(?m)^[<>] *(.*)", changed)} <= {
-        *("listen 443 ssl;", "listen [::]:443 ssl;"),
-        *("listen 443 ssl http2;", "listen [::]:443 ssl http2;"),
-    }
-    unit = "/etc/systemd/system/gardening.service"
-    machine.paste(f"echo '# mine' >> {unit}")
-    try:
-        assert machine.paste(difference).endswith("\n> # mine\n")
-    finally:
-        machine.paste(f"sed -i '$d' {unit} && systemctl daemon-reload")
+def test_upgrade_shows_what_changes_in_installed_files(machine):
+    [difference] = re.findall("`(git .* diff .*)`", (ROOT / PAGE).read_text())
+    release(machine, "echo '# new' >> deploy/gardening.service")
+    paste(machine, block("Upgrade"))
+    changed = re.findall("(?m)^[+-](?![+-]).*", machine.paste(difference))
+    assert changed == ["+# new"]
+    release(machine, "git revert --no-edit --no-commit HEAD")
+    paste(machine, block("Upgrade"))
+
+
+# A release that raises the schema version of the database when it starts.
+RAISING = """
+import sqlite3
+database = sqlite3.connect("/var/lib/gardening/gardening.db")
+database.execute("PRAGMA user_version = 99")
+database.close()
+"""
+
+
+def test_upgrade_that_cannot_go_back_says_how_to_restore(
+    machine, no_backups, empty_account
+):
+    add_project(machine, empty_account, "Park")
+    before = installed_release(machine)
+    machine.paste("cat > /run/raising.py", input=RAISING)
+    release(machine, "cat /run/raising.py >> gunicorn.conf.py")
+    upgrade = block("Upgrade").replace("HOW=reload-or-restart", "HOW=restart")
+    assert upgrade != block("Upgrade")
+    told = paste(machine, upgrade, status=1)
+    assert told.endswith(
+        "It does not start either. If its log names a newer release, restore the backup.\n"
+    )
+    assert "newer" in machine.paste("journalctl -u gardening -n 50")
+    assert installed_release(machine) == before
+    machine.paste(block("Backup and restore"))
+    assert names(machine, empty_account) == ["Park"]
+    release(machine, "git revert --no-edit --no-commit HEAD")
 
 
 def test_newest_dated_backup_is_restored(machine, no_backups, empty_account):
@@ -334,14 +361,14 @@ def test_newest_dated_backup_is_restored(machine, no_backups, empty_account):
     machine.paste(f"cd {BACKUPS} && gardening backup manual.db")
     newest = machine.paste(f"ls {BACKUPS}/20*").split()[-1]
     add_project(machine, empty_account, "lost")
-    printed = machine.paste(block("Backup and restore", "gardening-restore"))
+    printed = machine.paste(block("Backup and restore"))
     assert f"Restoring {newest}\n" in printed
     assert names(machine, empty_account) == ["kept"]
     assert machine.paste(f"stat --format='%U %a' {DATABASE}") == "gardening 600\n"
     before = machine.paste("ls -d /var/lib/gardening/before-*/gardening.db").split()[-1]
     machine.paste(f"grep --quiet lost {before}*")
     add_project(machine, empty_account, "lost once more")
-    paste_twice(machine, block("Backup and restore", "gardening-restore"))
+    paste_twice(machine, block("Backup and restore"))
     assert names(machine, empty_account) == ["kept"]
 
 
@@ -356,7 +383,7 @@ def test_restore_without_a_readable_backup_changes_nothing(
     add_project(machine, empty_account, "Park")
     started = main_pid(machine)
     machine.paste(there)
-    machine.paste(block("Backup and restore", "gardening-restore"), status=1)
+    machine.paste(block("Backup and restore"), status=1)
     assert (main_pid(machine), names(machine, empty_account)) == (started, ["Park"])
 
 
@@ -365,7 +392,7 @@ def test_refused_backup_stops_nothing(machine, no_backups, empty_account):
     started = main_pid(machine)
     file = f"{BACKUPS}/2098-01-01T000000Z.db"
     machine.paste(f"echo nonsense > {file} && chown gardening {file}")
-    restore = block("Backup and restore", "gardening-restore")
+    restore = block("Backup and restore")
     printed = machine.paste(restore, status=1)
     assert machine.paste(restore, status=1) == printed
     assert "Not restored. The service goes on with its database.\n" in printed
@@ -512,7 +539,7 @@ def test_service_that_was_killed_is_started_again(machine):
     machine.paste(f"kill -KILL {killed}")
     wait_for(lambda: main_pid(machine) not in ("0", killed))
     machine.paste("systemctl start gardening")  # waits until it responds
-    machine.paste(block("Watch", "health"))
+    machine.paste(block("Health").splitlines()[0])
 
 
 def test_process_that_grows_ends_alone(machine):
@@ -530,7 +557,7 @@ def test_stop_waits_longer_for_a_request_than_gunicorn_does(machine):
 
 
 def test_health_check_of_the_page_notices_a_lost_database(machine):
-    script = block("Watch", "health")
+    script = block("Health").splitlines()[0]
     assert json.loads(machine.paste(script)) == {"status": "ok"}
     machine.paste(f"mv {DATABASE} {DATABASE}-moved")
     try:
@@ -540,7 +567,7 @@ def test_health_check_of_the_page_notices_a_lost_database(machine):
 
 
 def test_backup_that_was_not_made_is_noticed(machine, no_backups):
-    script = block("Watch", "find")
+    script = block("Health").splitlines()[1]
     machine.paste(script, status=1)
     machine.paste(f"touch --date='37 hours ago' {BACKUPS}/2020-01-01T030000Z.db")
     machine.paste(script, status=1)
@@ -593,7 +620,7 @@ def test_log_of_nginx_is_not_for_everybody(machine):
 def test_log_tells_who_sent_a_wrong_token(machine):
     log = "/var/log/nginx/gardening.log"
     machine.paste(f"cp {log} /tmp/ && truncate -s 0 {log}")
-    script = block("Watch", "journalctl")
+    script = block("Log")
     assert machine.paste(script) == ""
     curl_through_the_proxy(machine, f"{PROJECTS}/wrong", token="wrong")
     # Both are written after the response.
@@ -616,6 +643,49 @@ def test_origin_of_the_page_is_allowed_behind_its_prefix(machine, saved_settings
         f"until {request} >/tmp/answer && {found}; do sleep 0.1; done; cat /tmp/answer"
     )
     assert "HTTP/2 200" in printed
+
+
+def test_malformed_request_is_logged_with_its_query(machine):
+    """By gunicorn, as the page warns; all other lines leave queries out."""
+    asked = "printf 'GET /x?q=seen\\r\\n\\r\\n' >&3 && cat <&3"
+    machine.paste(f"exec 3<>/dev/tcp/127.0.0.1/8000 && {asked}")
+    wait_for(lambda: "/x?q=seen" in machine.paste("journalctl -u gardening -n 5"))
+
+
+def test_middleware_of_the_operator_wraps_the_service(machine, saved_settings):
+    [both] = blocks(PAGE, "Your own middleware", "python")
+    [setting] = re.findall("`(GUNICORN_CMD_ARGS=[^`]*)`", (ROOT / PAGE).read_text())
+    machine.paste("install -d -m 755 /etc/gardening")
+    for path, content in re.findall("(?m)^# (/etc/\\S+)\n((?:(?!# ).*\n)+)", both):
+        machine.paste(f"umask 022; cat > {path}", input=content)
+    machine.paste(f"echo '{setting}' >> /etc/gardening.env")
+    machine.paste("systemctl restart gardening")
+    assert curl(machine, "/health") == (200, {"status": "ok"})
+    logged = "journalctl -u gardening | grep -F \"PATH: '/health'\" || true"
+    wait_for(lambda: machine.paste(logged))
+    # The settings of the service hold: the log has the request as always.
+    assert '"-" "GET /health" 200' in machine.paste("journalctl -u gardening -n 99")
+
+
+def test_service_runs_without_systemd(machine, empty_account):
+    add_project(machine, empty_account, "Park")
+    script = block("Without systemd")
+    start = (
+        f"( {script} ) >/tmp/printed 2>&1 & until [ -s /tmp/pid ]; do kill -0 $!; done"
+    )
+    health = "curl -fs --retry 5 --retry-connrefused http://127.0.0.1:8000/health"
+    machine.paste("systemctl stop gardening")
+    try:
+        machine.paste(f"{start} && {health}", GUNICORN_CMD_ARGS="--pid=/tmp/pid")
+        assert names(machine, empty_account) == ["Park"]
+        command = ".venv/bin/flask token create ann"
+        assert f"`{command}`" in (ROOT / PAGE).read_text()
+        token = machine.paste(script.replace(".venv/bin/gunicorn", command))
+        assert names(machine, token.splitlines()[0]) == ["Park"]
+    finally:
+        ended = "while kill -0 $pid; do sleep 0.1; done 2>/dev/null"
+        machine.paste(f"pid=$(cat /tmp/pid) && kill $pid && {ended}")
+        machine.paste("systemctl start gardening")
 
 
 def test_metrics_are_sent_once_the_setting_is_there(machine, saved_settings):
@@ -690,7 +760,7 @@ def test_litestream_goes_on_beside_a_restore(
     add_project(machine, empty_account, "kept")
     machine.paste("systemctl start gardening-backup")
     add_project(machine, empty_account, "lost")
-    machine.paste(block("Backup and restore", "gardening-restore"))
+    machine.paste(block("Backup and restore"))
     assert machine.paste("systemctl is-active gardening-litestream") == "active\n"
     add_project(machine, empty_account, "since")
     # And Litestream with it, which copies what is left.
