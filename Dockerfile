@@ -19,7 +19,7 @@ assert service.getresponse().status == 200"]
 COPY constraints.txt requirements.txt ./
 RUN python3 -m venv --without-pip .venv \
     && pip --python .venv/bin/python install --no-cache-dir \
-        --constraint constraints.txt --requirement requirements.txt "psycopg[binary]" \
+        --requirement requirements.txt "psycopg[binary]" \
     && printf '#!/bin/sh\ncd /opt/gardening && exec python -E -m testservice "$@"\n' \
         > .venv/bin/gardening-test-service \
     && chmod 755 .venv/bin/gardening-test-service

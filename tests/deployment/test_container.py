@@ -32,7 +32,7 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text().replace("\\\n", "")
 def test_image_needs_no_compiler(tmp_path):
     """Each pin has a wheel for the Python of the image, which is a slim one."""
     [version] = re.findall(r"(?m)^FROM python:(3\.\d+)-slim$", DOCKERFILE)
-    [given] = re.findall(r"(--constraint .*psycopg\S+)", DOCKERFILE)
+    [given] = re.findall(r"(--requirement .*psycopg\S+)", DOCKERFILE)
     pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--target", tmp_path]
     wheels = ["--only-binary=:all:", f"--python-version={version}"]
     run(*pip, *wheels, *shlex.split(given), limit=10 * LIMIT)

@@ -793,7 +793,7 @@ def test_projects_move_to_postgresql_and_back(machine, empty_account, saved_sett
     machine.paste(f"pg_createcluster {version} main --start")
     machine.paste(create_database, input="secret\nsecret\n")
     paste(machine, store_password, input="*:5432:gardening:gardening:secret\n")
-    owner = "stat --format='%U %a' /var/lib/gardening/pgpass"
+    owner = "stat --format='%U %a' /etc/gardening.pgpass"
     assert machine.paste(owner) == "gardening 600\n"
     [settings] = blocks(POSTGRESQL, "Set up", "ini")
     for old, new in {
