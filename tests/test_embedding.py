@@ -1,18 +1,15 @@
-"""The service in other teams' tests: installed, in a project that is not ours."""
+"""The service in other teams' tests; tests/deployment shows it when pip has installed it."""
 
 import json
 import os
 import re
-import shlex
-import shutil
-import signal
 import sys
 import uuid
 from functools import partial
 
 import pytest
 
-from helpers.running import LIMIT, ROOT, blocks, needs, replaced, run
+from helpers.running import ROOT, replaced, run
 from helpers.testservice import (
     HOSTILE,
     call_projects,
@@ -21,52 +18,9 @@ from helpers.testservice import (
     refuses,
 )
 
-PAGE = "docs/testing.md"
 PLUGIN = "testservice.gardening_service.fixtures"
-OUR_NAMES = ("app", "auth", "commands", "schemas", "store", "testservice", "tests")
-
-THEIR_TESTS = """
-import json, sys, urllib.request
-import app, auth, commands, schemas, store, testservice
-import pytest
-
-PROJECTS = "/api/v1/gardening/projects"
-
-def call(url, headers, data=None):
-    headers = headers | {"Content-Type": "application/json"}
-    with urllib.request.urlopen(urllib.request.Request(url + PROJECTS, data, headers)) as answer:
-        return answer.status, json.load(answer)
-
-@pytest.mark.parametrize("turn", range(4))
-def test_every_test_starts_empty(gardening, turn):
-    assert call(gardening.url, gardening.headers) == (200, [])
-    assert call(gardening.url, gardening.headers, b"{}")[0] == 201
-    assert len(call(gardening.url, gardening.headers)[1]) == 1
-
-def test_modules_are_their_own():
-    modules = (app, auth, commands, schemas, store, testservice)
-    assert {module.OWNER for module in modules} == {"them"}
-    assert not {"click", "flask"} & {*sys.modules}
-"""
-# Where SIGINT was ignored at the start, Python has not set its handler.
-ENDING_TEST = """
-import os, signal
-import pytest
-
-@pytest.fixture
-def url(gardening_service):
-    yield gardening_service.url
-    with open("token", "w") as file:
-        file.write(gardening_service.issue_token())
-
-def test_ends_early(url):
-    with open("url", "w") as file:
-        file.write(url)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.killpg(0, signal.{})
-"""
 SIGNALLING_TESTS = """
-import os, signal, urllib.request
+import contextlib, signal, subprocess, urllib.request
 
 def test_log(gardening):
     token = gardening.issue_token(fail=["500"])
@@ -75,10 +29,10 @@ def test_log(gardening):
     urllib.request.urlopen(urllib.request.Request(url, headers=headers))
 
 def test_signal(gardening_service):
-    with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as file:
-        [service] = file.read().split()
-    os.kill(int(service), signal.SIGNAL)
-    os.waitid(os.P_PID, int(service), os.WEXITED | os.WSTOPPED | os.WNOWAIT)
+    process = gardening_service._process
+    process.send_signal(signal.SIGNAL)
+    with contextlib.suppress(subprocess.TimeoutExpired):  # SIGSTOP does not end it
+        process.wait(1)
 
 def test_after(gardening):
     raise RuntimeError("reached")
@@ -236,135 +190,3 @@ def test_service_runs_without_pytest_for_the_time_of_a_with(
     ended = run(*command, folder="/", environment=theirs, status=status)
     assert ("KeyError" in ended.stderr) == bool(end)
     assert refuses(ended.stdout.removesuffix("/api/v1/gardening/projects\n"))
-
-
-# These need packages from PyPI.
-
-
-@pytest.fixture(scope="session")
-def clone(tmp_path_factory):
-    """A copy of this folder."""
-    clone = tmp_path_factory.mktemp("clone") / "gardening"
-    unwanted = (".*", "*.egg-info", "__pycache__", "build", "instance")
-    shutil.copytree(ROOT, clone, ignore=shutil.ignore_patterns(*unwanted))
-    return clone
-
-
-@pytest.fixture(scope="session")
-def python(clone, tmp_path_factory):
-    """A Python that has installed what the page says, and what a test here adds."""
-    [command] = blocks(PAGE, "pytest")
-    *pip, package, requests = command.replace('"', "").split()
-    assert [*pip, package] == ["pip", "install", "../CLONE[testing]"]
-    package = package.replace("../CLONE", str(clone))
-    folder = tmp_path_factory.mktemp("installed")
-    run(sys.executable, "-m", "venv", "--without-pip", folder)
-    python = folder / "bin/python"
-    packages = [package, requests, "pytest-xdist", "jsonschema-rs"]
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
-    run(*pip, "--no-compile", *packages, folder="/", limit=10 * LIMIT)
-    return python
-
-
-@pytest.fixture
-def project(tmp_path):
-    """Another team's project; its modules and settings have the names of ours."""
-    for name in (*OUR_NAMES[:-1], "click", "flask"):
-        (tmp_path / f"{name}.py").write_text("OWNER = 'them'\n")
-    (tmp_path / "gunicorn.conf.py").write_text("raise RuntimeError('theirs')\n")
-    (tmp_path / "test_theirs.py").write_text(THEIR_TESTS)
-    return tmp_path
-
-
-def run_their_tests(
-    python, project, their_environment, *options, told="5 passed", status=0
-):
-    command = [python, "-m", "pytest", "-Werror", *options, project / "test_theirs.py"]
-    theirs = their_environment | {"PYTHONPATH": str(project)}
-    ended = run(*command, folder="/", environment=theirs, status=status)
-    assert told in ended.stdout
-
-
-@pytest.mark.parametrize("options", [[], ["-n2"], ["-p", "no:cacheprovider"]], ids=str)
-def test_fixtures_work_when_installed_with_pip(
-    python, project, their_environment, options
-):
-    run_their_tests(python, project, their_environment, *options)
-
-
-def test_service_may_come_from_an_environment_of_its_own(
-    clone, tmp_path, project, their_environment
-):
-    """Beside another team's Flask, of which it takes nothing."""
-    folder = tmp_path / "tests"
-    for name in ("tests/.venv", "service"):
-        run(sys.executable, "-m", "venv", "--without-pip", tmp_path / name)
-    theirs = folder / ".venv/bin/python"
-    pip = [sys.executable, "-m", "pip", "--quiet"]
-    run(*pip, "--python", theirs, "install", "pytest", limit=10 * LIMIT)
-    [script] = blocks(PAGE, "An environment of its own")
-    script = script.replace("../CLONE", str(clone))
-    its = f"{shlex.join(pip)} --python ../service/bin/python"
-    script = script.replace("python3 -m venv ../service && ../service/bin/pip", its)
-    script = script.replace("\npip ", f"\n{shlex.join(pip)} --python {theirs} ")
-    script += 'printf %s "$GARDENING_TEST_SERVICE"'
-    command = run("sh", "-ec", script, folder=folder, limit=10 * LIMIT).stdout
-    told = "or set GARDENING_TEST_SERVICE to the command"
-    run_their_tests(theirs, project, their_environment, told=told, status=1)
-    their_environment["GARDENING_TEST_SERVICE"] = f"{command} --bind 127.0.0.1:0"
-    run_their_tests(theirs, project, their_environment)
-    run(theirs, "-c", "import werkzeug", status=1)
-
-
-@pytest.mark.parametrize("name", ["SIGINT", "SIGKILL"])
-def test_nothing_is_left_when_a_run_is_ended(python, tmp_path, their_environment, name):
-    """SIGINT as from Ctrl-C: to every process of the run, which then clears up."""
-    (tmp_path / "test_end.py").write_text(ENDING_TEST.format(name))
-    command = [python, "-m", "pytest", "-q"]
-    options = {"folder": tmp_path, "environment": their_environment}
-    status = {"SIGINT": 2, "SIGKILL": -signal.SIGKILL}[name]
-    run(*command, status=status, start_new_session=True, **options)
-    assert (tmp_path / "token").exists() == (name == "SIGINT")
-    assert processes_still_running(their_environment["MARK"]) == []
-    assert refuses((tmp_path / "url").read_text())
-
-
-def test_no_module_of_ours_but_the_package_can_be_imported(python):
-    names = [*OUR_NAMES, "gardening_service.app", "gardening_service"]
-    code = f"import importlib.util as u; print([u.find_spec(n) for n in {names}])"
-    ended = run(python, "-c", code, folder="/")
-    assert ended.stdout.startswith(f"[{'None, ' * (len(names) - 1)}ModuleSpec")
-
-
-@pytest.fixture
-def paths(python, their_environment):
-    """The environment with our command on the PATH."""
-    return their_environment | {"PATH": f"{python.parent}:{os.environ['PATH']}"}
-
-
-@pytest.mark.parametrize("heading", ["pytest", "Failures"])
-def test_pytest_example_passes(python, tmp_path, paths, heading):
-    [example] = blocks(PAGE, heading, "python")
-    (tmp_path / "test_example.py").write_text(example)
-    ended = run("pytest", folder=tmp_path, environment=paths)
-    assert "1 passed" in ended.stdout
-
-
-def test_unittest_example_passes(python, tmp_path, paths):
-    [example] = blocks(PAGE, "unittest", "python")
-    (tmp_path / "test_example.py").write_text(example)
-    command = [python, "-Werror", "-m", "unittest"]
-    ended = run(*command, folder=tmp_path, environment=paths)
-    assert ended.stderr.endswith("\nOK\n")
-
-
-# This needs Node, too.
-
-
-@needs("node")
-def test_example_in_node_prints_what_the_page_says(tmp_path, paths):
-    [example] = blocks(PAGE, "Any other language", "js")
-    [printed] = blocks(PAGE, "Any other language", "text")[1:]
-    node = ["node", "--input-type=module"]
-    ended = run(*node, folder=tmp_path, environment=paths, input=example)
-    assert (ended.stdout, ended.stderr) == (f"[]\n{printed}", "")

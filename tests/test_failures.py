@@ -11,12 +11,10 @@ from contextlib import closing
 
 import pytest
 
-from deployment.servers.nginx import assert_problem, needs_nginx, proxy
 from helpers.running import (
     LIMIT,
     PROJECTS,
     Client,
-    TLSClient,
     at_once,
     gunicorn,
     wait_for,
@@ -211,32 +209,3 @@ def test_unknown_outcome_has_a_503_of_its_own_type(failing):
     assert unknown[1]["Retry-After"] == known[1]["Retry-After"]
     types = [json.loads(content)["type"] for _, _, content in (known, unknown)]
     assert types == ["about:blank", "urn:gardening:outcome-unknown"]
-
-
-# These need nginx.
-
-BRIEF = {"proxy_http_version 1.1;": "proxy_http_version 1.1; proxy_read_timeout 1;"}
-NGINX = {"429": {"rate=50r/s": "rate=1r/m", "burst=100": "burst=1"}, "504": BRIEF}
-
-
-@needs_nginx
-@pytest.mark.parametrize("method", ["POST", "HEAD"])
-@pytest.mark.parametrize("failure", ["429", "502", "504"])
-def test_planned_refusal_is_the_one_that_nginx_sends(
-    failing, tmp_path, failure, method
-):
-    client, _ = failing(failure)
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        if failure == "504":
-            silent.listen()
-        with (
-            proxy(tmp_path, silent.getsockname()[1], NGINX.get(failure)) as nginx,
-            TLSClient(nginx.port, "x") as behind,
-        ):
-            responses = [behind.fetch(method, PROJECTS) for _ in range(3)]
-    assert own_parts(client.fetch(method, PROJECTS)) == own_parts(responses[-1])
-    assert responses[-1][0] == int(failure)
-    if method == "POST":
-        assert_problem(responses[-1], int(failure))
-    assert responses[-1][1]["Retry-After"] == ("1" if failure == "429" else "5")

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -10,7 +9,6 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 from http.client import RemoteDisconnected
-from pathlib import Path
 from statistics import median
 from urllib.request import urlopen
 
@@ -18,7 +16,6 @@ import pytest
 
 from app import create_app
 from helpers.running import (
-    IPV6,
     LIMIT,
     PROJECTS,
     ROOT,
@@ -38,15 +35,6 @@ from helpers.testservice import (
 
 COMMAND = [sys.executable, "-E", "-m", "testservice"]
 AT_TERMINAL = "import os, sys; os.login_tty(0); os.execv(sys.argv[1], sys.argv[1:])"
-IN_BACKGROUND = """
-import os, sys
-os.login_tty(0)
-if os.fork():
-    os.wait()
-else:
-    os.setpgid(0, 0)
-    os.execv(sys.argv[1], sys.argv[1:])
-"""
 
 
 class Command:
@@ -417,18 +405,6 @@ def test_closed_terminal_ends_the_service(start, command):
     assert refuses(url)
 
 
-def test_job_in_the_background_is_not_stopped_by_its_terminal(start):
-    with at_terminal(start, script=IN_BACKGROUND) as (service, user):
-        ready = json.loads(user.readline())
-        [job] = workers(service.process.pid)
-        status = Path(f"/proc/{job}/status").read_text()
-        ignored = int(re.search(r"SigIgn:\s+(\w+)", status)[1], 16)
-        assert ignored >> (signal.SIGTTIN - 1) & 1
-        assert call_projects(**ready) == (200, [])
-        os.kill(job, signal.SIGTERM)
-        assert service.process.wait(LIMIT) == 0
-
-
 NO_ADDRESS = ["::1:0", "a..b:0"]
 
 
@@ -522,12 +498,3 @@ def test_missing_packages_are_told_with_what_to_do():
     assert ended.stderr.startswith("No module named ")
     assert "set GARDENING_TEST_SERVICE" in ended.stderr
     assert ended.stderr.count("\n") == 1
-
-
-# These need IPv6.
-
-
-@pytest.mark.parametrize("host", ["[::1]", "[::]"])
-@IPV6
-def test_printed_ipv6_address_can_be_called(start, host):
-    assert_printed(start, host, "[::1]")

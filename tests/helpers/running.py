@@ -43,18 +43,6 @@ TWO_WORKERS = "--workers=2"  # where a test is about more than one
 LIMIT = 60  # seconds for whatever is no promise of a time, however slow the machine
 
 
-def has_ipv6():
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError:
-        return False
-    return True
-
-
-IPV6 = pytest.mark.skipif(not has_ipv6(), reason="needs IPv6")
-NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-
-
 def needs(program):
     """A mark for a test of a program that pip cannot install."""
     missing = not shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin")
