@@ -150,9 +150,8 @@ class PostgreSQL(Engine):
     def __init__(self, url: str) -> None:
         super().__init__()
         self._url = url
-        self._connection_class = (
-            Connection  # or ClusterConnection, as the first connection finds
-        )
+        # Or ClusterConnection, if the first connection leads to a cluster.
+        self._connection_class = Connection
         self._is_up_to_date = False
 
     def connect(self, creates: bool = False) -> "Connection":
