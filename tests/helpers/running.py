@@ -17,8 +17,6 @@ from contextlib import closing, contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
 
-import pytest
-
 from auth import issue_token
 from engines.base import Unavailable
 from engines.sqlite import SQLite
@@ -41,12 +39,6 @@ if (
 ONE_WORKER = "WEB_CONCURRENCY=1"  # each takes a third of a second to start
 TWO_WORKERS = "--workers=2"  # where a test is about more than one
 LIMIT = 60  # seconds for whatever is no promise of a time, however slow the machine
-
-
-def needs(program):
-    """A mark for a test of a program that pip cannot install."""
-    missing = not shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin")
-    return pytest.mark.skipif(missing, reason=f"{program} is not installed")
 
 
 def blocks(page, heading=None, language="sh"):

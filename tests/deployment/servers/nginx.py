@@ -1,6 +1,5 @@
 """A real nginx with the files of deploy/, for whatever a test puts behind it."""
 
-import json
 import os
 import re
 import shutil
@@ -12,9 +11,6 @@ from http.client import HTTPMessage
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
-from helpers.openapi import title_of
 from helpers.running import LIMIT, ROOT, blocks, replaced, run
 
 PROGRAM = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
@@ -29,11 +25,6 @@ http {{
 }}
 """
 Response = tuple[int, HTTPMessage, bytes]
-
-needs_nginx = pytest.mark.skipif(
-    not (PROGRAM and shutil.which("openssl")),
-    reason="nginx or openssl is not installed",
-)
 
 
 def lines_of_the_page(pattern: str) -> str:
@@ -136,14 +127,3 @@ def proxy(
     finally:
         process.terminate()
         process.wait(LIMIT)
-
-
-def assert_problem(response: Response, status: int) -> None:
-    """The response is a problem document with nothing of its own, and is not stored."""
-    found, headers, content = response
-    assert (found, headers["Content-Type"]) == (status, "application/problem+json")
-    assert headers.get_all("Cache-Control") == ["no-store"]
-    problem = json.loads(content)
-    assert problem["type"] == "about:blank"
-    assert (problem["status"], problem["title"]) == (status, title_of(status))
-    assert set(problem) == {"type", "title", "status", "detail"}
