@@ -105,12 +105,12 @@ def test_contract_holds_with_a_prefix_under_any_server(environment, token, serve
 
 @pytest.mark.parametrize("server", ["gunicorn", "waitress"])
 def test_file_that_replaces_the_database_before_the_first_use_is_not_used(
-    environment, path, token, server
+    environment, database, token, server
 ):
-    run(BIN / "flask", "backup", f"{path}-new", environment=environment)
+    run(BIN / "flask", "backup", f"{database}-new", environment=environment)
     with port_under(server, environment) as port:
         wait_for(lambda: greets(port))
-        os.rename(f"{path}-new", path)
+        os.rename(f"{database}-new", database)
         with Client(port, token) as client:
             assert client.call("GET", "/health")[0] == 503
             assert client.call("POST", PROJECTS, {})[0] == 503
