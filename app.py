@@ -44,13 +44,13 @@ def create_app(config: Mapping[str, Any] | None = None) -> Flask:
     app.config["MAX_CONTENT_LENGTH"] = MAX_CONTENT_LENGTH
     app.config["PROVIDE_AUTOMATIC_OPTIONS"] = False
     app.config["DATABASE"] = os.environ.get("FLASK_DATABASE", "")
-    app.config["MAX_PROJECTS"] = os.environ.get("GARDENING_MAX_PROJECTS", MAX_PROJECTS)
+    app.config["MAX_PROJECTS"] = os.environ.get("GARDENING_MAX_PROJECTS")
     app.config["PREFIX"] = os.environ.get("GARDENING_PREFIX", "")
     app.config.update(config or {})
     default = os.path.join(app.instance_path, "gardening.db")
     try:
         engine = engine_on(str(app.config["DATABASE"] or ""), default)  # a Path will do
-        max_projects = positive_number(app.config["MAX_PROJECTS"])
+        max_projects = read_max_projects(app.config["MAX_PROJECTS"] or MAX_PROJECTS)
     except ValueError as error:
         raise commands.WrongSetting(str(error)) from error
     app.extensions["store"] = Store(engine, max_projects=max_projects)
@@ -67,10 +67,12 @@ def create_app(config: Mapping[str, Any] | None = None) -> Flask:
     return app
 
 
-def positive_number(setting: object) -> int:
-    """Raises ValueError for what is none, or more than a database can count."""
-    if not re.fullmatch("0*[1-9][0-9]{0,17}", str(setting)):
-        raise ValueError("GARDENING_MAX_PROJECTS must be a whole number, 1 or more")
+def read_max_projects(setting: object) -> int:
+    """Raises ValueError for what is no such number."""
+    if not re.fullmatch("[1-9][0-9]{0,17}", str(setting)):
+        raise ValueError(
+            "GARDENING_MAX_PROJECTS must be a whole number from 1 to 10**18 - 1"
+        )
     return int(str(setting))
 
 

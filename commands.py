@@ -15,10 +15,10 @@ from werkzeug.serving import is_running_from_reloader
 
 from auth import BadName, account_name, current_store, issue_token
 from engines.backup import BadBackup, Stream, backup, restore
-from engines.base import Unavailable
+from engines.base import OutcomeUnknown, Unavailable
 from store import Store
 
-MAX_DAYS = 1_000_000  # 2,700 years; dates end with the year 9999
+MAX_DAYS = 1_000_000  # 2,700 years; Python's dates end with the year 9999
 
 
 class WrongSetting(click.ClickException, ValueError):
@@ -31,6 +31,9 @@ class Command(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except OutcomeUnknown as error:
+            hint = "the change may have been made, or not"
+            raise click.ClickException(f"{error}; {hint}") from error
         except (BadName, BadBackup, Unavailable) as error:
             raise click.ClickException(str(error)) from error
 

@@ -30,7 +30,7 @@ class Answer(NamedTuple):
 
     status: int
     detail: str  # {} is the argument of the error
-    # `type` only where a program must tell apart errors of one status. Every 422 has `errors`.
+    # A `type` only if a program must tell it from others of its status. Every 422 has `errors`.
     extensions: Mapping[str, object] = {}
     headers: Mapping[str, str] = {}
 
@@ -90,7 +90,9 @@ def on_invalid(error: ValidationError) -> Response:
 
 def on_store_error(answer: Answer, error: Exception) -> Response:
     if isinstance(error, Unavailable):
-        current_app.logger.error("Database unavailable: %s", error)
+        is_unknown = isinstance(error, OutcomeUnknown)
+        what = "Outcome unknown" if is_unknown else "Database unavailable"
+        current_app.logger.error("%s: %s", what, error)
     detail = answer.detail.format(*error.args)
     return problem(answer.status, detail, answer.extensions, answer.headers)
 

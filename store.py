@@ -91,7 +91,7 @@ MAX_PROJECTS = 100_000  # of an account, unless a setting says otherwise
 FIELDS_OF_1_2 = ("name", "postal_code", "location")
 ALWAYS = Precondition()
 WHOLE = Page(0, 2**63 - 1)  # the list as one page; no database takes a larger LIMIT
-# An account has a row of its own since its first Project. Until then, it has tokens alone.
+# An account gets its row with its first Project. Until then, only tokens name it.
 ACCOUNT_NAMES = "(SELECT name FROM account UNION SELECT account FROM token) AS names"
 
 
@@ -208,8 +208,8 @@ class Store:
     def list_etag(self, account: str, page: Page | None = None) -> str:
         """The ETag of what `list_projects` returns, without rendering the Projects.
 
-        Any change gives the account's lists new ETags. No ETag ever returns but those of an
-        empty list before the account's first Project, once the account was deleted.
+        Any change gives the account's lists new ETags, and no old one comes back. There is one
+        exception: an account without a row, be it new or deleted, always has the same ETags.
         """
         rows = self.engine.read(
             "SELECT list_revision FROM account WHERE name = :account",
@@ -340,7 +340,7 @@ def project_parameters(account: str, id: str) -> Parameters:
 
 
 def new_revision() -> str:
-    """A new revision of an account's lists, where no trigger makes one."""
+    """A new revision of an account's lists. On SQLite, triggers make another one."""
     return secrets.token_hex(8)
 
 

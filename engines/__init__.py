@@ -1,5 +1,7 @@
 """The databases that can keep the Projects: one SQLite file, or PostgreSQL."""
 
+import re
+
 from engines.base import Engine
 from engines.sqlite import SQLite
 
@@ -7,7 +9,7 @@ from engines.sqlite import SQLite
 def engine_on(database: str, default: str) -> Engine:
     """The engine on the database that a setting names, or on the file at `default`.
 
-    Raises ValueError for a setting that names none.
+    Raises ValueError for a setting that names none, or if its driver is missing.
     """
     if not database:
         return SQLite(default, makes_folder=True)
@@ -19,7 +21,11 @@ def engine_on(database: str, default: str) -> Engine:
             raise ValueError(f"for PostgreSQL, {needed}") from error
         return PostgreSQL(database)
     # As a path, this would put a password into the name of a file, and into the log.
-    if "://" in database or "password=" in database or database.startswith("postgres"):
+    if (
+        "://" in database
+        or "password=" in database
+        or re.match("postgres(ql)?[:+]", database)
+    ):
         forms = "the path of a file, or a URL that starts with postgresql://"
         raise ValueError(f"FLASK_DATABASE must be {forms}")
     return SQLite(database)

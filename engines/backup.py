@@ -19,7 +19,9 @@ from engines.migrations import incompatibility, marked_version
 from engines.sqlite import SQLite
 
 Stream = Generator[Any]
-Progress = Callable[[Stream, int], Stream]  # shows how many of so many rows were taken
+Progress = Callable[
+    [Stream, int], Stream
+]  # the rows; shows how many of this number were taken
 # The columns of each table, in the order in which a restore fills them: `project` precedes
 # `part`, which refers to it.
 COLUMNS = {
@@ -36,7 +38,7 @@ RECOUNT = (
     """INSERT INTO account (name, list_revision)
     SELECT DISTINCT account, '' FROM project WHERE true
     ON CONFLICT (name) DO NOTHING""",
-    # Only raised: it may be higher, if the last Projects were deleted.
+    # Never lowered: it is higher than any seq if the last Projects were deleted.
     """UPDATE account SET last_seq =
         (SELECT max(seq) FROM project WHERE project.account = account.name)
     WHERE last_seq < (SELECT max(seq) FROM project WHERE project.account = account.name)""",
@@ -75,7 +77,7 @@ def backup(engine: Engine, path: str, progress: Progress = no_progress) -> None:
     except OSError as error:
         raise Unavailable(f"{error.strerror}: {path}") from error
     except Unavailable as error:
-        raise Unavailable(f"{error}, while copying to {path}") from error
+        raise Unavailable(f"the copy to {path} failed: {error}") from error
 
 
 def restore(engine: Engine, path: str, progress: Progress = no_progress) -> None:
@@ -106,9 +108,9 @@ def scratch(folder: str | None) -> TemporaryDirectory[str]:
 
 
 def copy_file(path: str, to: str) -> None:
-    """Copy a backup without what it could run. Raises BadBackup, sqlite3.Error."""
+    """Copy a backup without its triggers and views. Raises BadBackup, sqlite3.Error."""
     if not os.path.isfile(path):  # SQLite would wait for the writer of a pipe
-        raise BadBackup("there is no such file")
+        raise BadBackup("this is no file")
     uri = f"{Path(path).absolute().as_uri()}?mode=ro"
     with (
         closing(sqlite3.connect(uri, uri=True)) as file,
@@ -140,7 +142,8 @@ def copy_rows(source: Engine, target: Engine, progress: Progress) -> None:
     The Projects of each account are counted anew. The lists get new ETags, since something
     other than the service may have written to the source.
     """
-    # An error of one engine passes through the other one, too, which does not know it.
+    # An error passes through `outage` of both engines, first of the target. If both are SQLite,
+    # the target takes an error of the source for its own.
     with (
         source.lend(writes=False) as reader,
         target.transaction(COMMAND_TIMEOUT) as writer,
@@ -150,8 +153,10 @@ def copy_rows(source: Engine, target: Engine, progress: Progress) -> None:
             if writer.fetch(f"SELECT 1 FROM {table} LIMIT 1", {}):
                 raise Unavailable("the database to fill is not empty")
         for table, columns in COLUMNS.items():
-            # Only triggers can have written any, to `account`.
-            writer.fetch(f"DELETE FROM {table}", {})
+            if (
+                table == "account"
+            ):  # SQLite's triggers have filled it along with `project`
+                writer.fetch("DELETE FROM account", {})
             [(count,)] = reader.fetch(f"SELECT count(*) FROM {table}", {})
             select = f"SELECT {', '.join(columns)} FROM {table}"
             show = (

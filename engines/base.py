@@ -10,11 +10,11 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from engines.migrations import incompatibility
+from engines.migrations import SCHEMA_VERSION, incompatibility
 
 Parameters = dict[str, Any]  # of a statement, by name
 Rows = list[Any]
@@ -42,7 +42,8 @@ class Connection(Protocol):
     transaction of its own.
     """
 
-    # True while a failure could leave the change committed.
+    # Whether a write that fails now may have been committed nevertheless: always, for a statement
+    # outside of a transaction; in one, only during the COMMIT. `begin` and `commit` set it.
     may_have_committed: bool
 
     def fetch(self, sql: str, parameters: Parameters) -> Rows:
@@ -74,7 +75,7 @@ class Connection(Protocol):
     # For backup and restore alone:
 
     def begin_snapshot(self) -> None:
-        """Begin a long transaction that sees the database as it is at this moment.
+        """Begin a long transaction that sees the database as it is at its first statement.
 
         On a cluster, each account is seen as it is at a moment of its own.
         """
@@ -94,8 +95,7 @@ class Breaker:
     has no answer after TRIAL_INTERVAL, one more may try.
     """
 
-    def __init__(self, pause: float = PAUSE) -> None:
-        self._pause = pause
+    def __init__(self) -> None:
         self._retry_at = 0.0  # on the clock of time.monotonic()
         self.is_closed = True
 
@@ -107,7 +107,7 @@ class Breaker:
         self._retry_at = now + TRIAL_INTERVAL
 
     def open(self) -> None:
-        self._retry_at = time.monotonic() + self._pause
+        self._retry_at = time.monotonic() + PAUSE
         self.is_closed = False
 
     def close(self) -> None:
@@ -220,9 +220,10 @@ class Engine(ABC):
             connection = self.take_idle() or self.connect(creates)
             yield connection
         except BaseException as error:
-            may_have_committed = False
+            may_have_committed = bool(
+                writes and connection and connection.may_have_committed
+            )
             if connection:
-                may_have_committed = writes and connection.may_have_committed
                 connection.close()
             if self.is_timeout(error):
                 breaker.open()
@@ -258,19 +259,13 @@ class Engine(ABC):
             return [Path(__file__).with_name(self.SCHEMA).read_text()]
         if reason := incompatibility(version):
             raise Unavailable(f"the database was {reason}")
-        return [
-            script
-            for later, script in sorted(self.MIGRATIONS.items())
-            if version is not None and later > version
-        ]
+        assert version is not None  # that is incompatible
+        later = range(version + 1, SCHEMA_VERSION + 1)
+        return [self.MIGRATIONS[each] for each in later]
 
 
 def close_idle(idle: dict[int, list[Connection]]) -> None:
     """Close this process's connections."""
-    connections = idle[os.getpid()]
-    while connections:
-        try:
-            connection = connections.pop()
-        except IndexError:  # another thread has taken the last one
-            return
-        connection.close()
+    with suppress(IndexError):  # until there is none, whoever takes some meanwhile
+        while True:
+            idle[os.getpid()].pop().close()

@@ -1,6 +1,7 @@
 """The fields of a Project: their order, their types, and who sets them.
 
-It contains no SQL. Whatever needs the fields takes them from here.
+It contains no SQL. The documents and the changes of Projects are made from it. CONTRIBUTING.md
+says where else a new field goes.
 """
 
 from typing import NamedTuple

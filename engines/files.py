@@ -23,13 +23,13 @@ def new_file(path: str) -> Iterator[str]:
 
     Only its owner can read it. Raises OSError; FileExistsError if the name is taken.
     """
-    if os.path.lexists(path):  # sooner than after the work; `give_name` decides
+    if os.path.lexists(path):  # to fail before the work; `give_name` decides
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
     folder = os.path.dirname(os.path.abspath(path))
     file, partial = tempfile.mkstemp(".partial", "gardening-", folder)
     os.close(file)
     try:
-        if os.geteuid() == 0:  # its owner is the folder's, which is the service's user
+        if os.geteuid() == 0:  # the folder's owner, the service's user, gets it
             owner = os.stat(folder)
             os.chown(partial, owner.st_uid, owner.st_gid)
         yield partial
@@ -82,8 +82,8 @@ class DatabaseFile:
     def create(self) -> None:
         """Create the file, unless one was seen or has the name. Raises OSError, Unavailable."""
         wal = f"{self.target}-wal"
-        # Asked before the file is: a process that creates the database makes the file first. So
-        # if there is a -wal and no file, the -wal is what a lost database has left.
+        # The -wal is looked for first, then the file. Another process that creates the database
+        # makes the file before its -wal. So a -wal without a file is what a lost database has left.
         has_wal = os.path.exists(wal)
         if self._id or os.path.exists(self.path):
             return
@@ -91,8 +91,7 @@ class DatabaseFile:
             # SQLite would delete it, and with it the last writes that were acknowledged.
             raise Unavailable(f"{wal} has no database beside it; move it away first")
         if self._makes_folder:
-            with suppress(FileExistsError):
-                os.makedirs(os.path.dirname(self.path))
+            os.makedirs(os.path.dirname(self.path), exist_ok=True)
         create_empty(self.target)
 
     def check_identity(self, outage: type[Unavailable] = Unavailable) -> None:

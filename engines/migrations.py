@@ -11,7 +11,7 @@ OLDEST = 3  # that can be brought up to date: of releases 2.0.0 and 2.1.0
 
 
 def marked_version(application_id: int, user_version: int) -> int | None:
-    """The schema version in the header of a SQLite file; None if it has not our mark."""
+    """The schema version in the header of a SQLite file; None if it does not have our mark."""
     is_ours = application_id == APPLICATION_ID and user_version > 0
     return user_version if is_ours else None
 
@@ -31,7 +31,8 @@ def incompatibility(version: int | None) -> str | None:
 
 
 # By the version that they lead to. SQLite cannot change the constraints of a table, so its
-# migration makes new tables and copies the rows. A restore has dropped the triggers before.
+# migration makes new tables and copies the rows. IF EXISTS, since a restore drops the triggers of a
+# backup before.
 SQLITE = {
     4: """
 DROP TRIGGER IF EXISTS project_insert;

@@ -1,10 +1,9 @@
 """The engine on a PostgreSQL server or a Citus cluster, for a service on several machines.
 
-It holds what differs from SQLite: of a change also the version, the precondition and the counts,
-for which SQLite has triggers.
+It holds what differs from SQLite. That includes how a change of a Project raises its version, tests
+the precondition and updates the account, which on SQLite is done by triggers.
 """
 
-import math
 import re
 import select
 import time
@@ -81,7 +80,7 @@ def document_sql() -> str:
 DOCUMENT = document_sql()
 ETAG = "(version::text || '-' || updated_at::text)"
 ID_ETAG_DOCUMENT = f"id, {ETAG}, convert_to({DOCUMENT}, 'UTF8')"
-IS_ALLOWED = f"""id = :id AND account = :account
+PROJECT_IF_ALLOWED = f"""id = :id AND account = :account
     AND (:if_match::jsonb IS NULL OR :if_match::jsonb ? {ETAG})
     AND (:if_none_match::jsonb IS NULL OR NOT :if_none_match::jsonb ? {ETAG})"""
 
@@ -91,13 +90,13 @@ IS_ALLOWED = f"""id = :id AND account = :account
 # key is new, nobody else can see its row until the commit; and a writer who finds an old key does
 # not go on to the account.
 #
-# A change that is not allowed locks nothing, since the account is only found together with a
-# Project that IS_ALLOWED. Once the lock is held, IS_ALLOWED is asked again: the Project may have
-# changed meanwhile, and at the level READ COMMITTED, PostgreSQL evaluates a WHERE again on the
-# newest version of a row that has changed since the statement began. If only this second look
-# refuses the change, the account's lists get a new revision for nothing.
+# A change tests its condition twice. With the account: a change that is not allowed finds no account,
+# and so locks nothing. With the Project: while the statement waited for the account's lock, another
+# writer may have changed the Project. At the level READ COMMITTED, PostgreSQL evaluates a WHERE again
+# on the newest version of such a row. If only this second test refuses an update, the account's lists
+# have got a new revision for nothing.
 ACCOUNT_IF_ALLOWED = (
-    f"name = :account AND EXISTS (SELECT FROM project WHERE {IS_ALLOWED})"
+    f"name = :account AND EXISTS (SELECT FROM project WHERE {PROJECT_IF_ALLOWED})"
 )
 COUNT_ONE_MORE = """INSERT INTO account AS present
         (name, last_seq, project_count, list_revision)
@@ -128,7 +127,7 @@ class PostgreSQL(Engine):
     )
     DELETE = f"""WITH held AS
             (SELECT list_revision FROM account WHERE {ACCOUNT_IF_ALLOWED} FOR UPDATE),
-        deleted AS (DELETE FROM project USING held WHERE {IS_ALLOWED} RETURNING id),
+        deleted AS (DELETE FROM project USING held WHERE {PROJECT_IF_ALLOWED} RETURNING id),
         counted AS (UPDATE account
             SET project_count = project_count - 1, list_revision = :list_revision
             FROM deleted WHERE name = :account)
@@ -148,15 +147,16 @@ class PostgreSQL(Engine):
     ERROR = psycopg.Error
 
     def __init__(self, url: str) -> None:
+        """Raises ValueError for a malformed URL."""
         super().__init__()
+        refuse_malformed(url)
         self._url = url
-        # Or ClusterConnection, if the first connection leads to a cluster.
-        self._connection_class = Connection
+        # ClusterConnection, once a first connection has shown that this is a cluster.
+        self._connection_class = PostgreSQLConnection
         self._is_up_to_date = False
 
-    def connect(self, creates: bool = False) -> "Connection":
-        """A new connection. Raises Unavailable, also for a malformed URL."""
-        refuse_malformed(self._url)
+    def connect(self, creates: bool = False) -> "PostgreSQLConnection":
+        """A new connection. Raises Unavailable."""
         connection = self._open()
         if not self._is_up_to_date:
             try:
@@ -172,7 +172,7 @@ class PostgreSQL(Engine):
             connection.start_request()  # the migration had the time of a command
         return connection
 
-    def _open(self) -> "Connection":
+    def _open(self) -> "PostgreSQLConnection":
         started = time.monotonic()
         try:
             connection = self._connection_class.connect(
@@ -194,7 +194,9 @@ class PostgreSQL(Engine):
             raise
         return connection
 
-    def _bring_up_to_date(self, connection: "Connection", creates: bool) -> None:
+    def _bring_up_to_date(
+        self, connection: "PostgreSQLConnection", creates: bool
+    ) -> None:
         """Create the tables, or migrate them. Leave alone what is not ours."""
         with connection.transaction():
             lock = f"SELECT pg_advisory_xact_lock({migrations.APPLICATION_ID})"
@@ -222,7 +224,9 @@ class PostgreSQL(Engine):
             return None
         poll = select.poll()
         poll.register(connection, select.POLLIN)
-        if poll.poll(0):  # nearly always the news that the server closes
+        if poll.poll(
+            0
+        ):  # something came unasked: nearly always, that the server closes
             connection.close()
             return None
         connection.start_request()
@@ -243,16 +247,15 @@ class PostgreSQL(Engine):
         return Unavailable(one_line(error)) if state.startswith(OUTAGES) else None
 
 
-class Connection(psycopg.Connection[tuple[Any, ...]], base.Connection):
+class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], base.Connection):
     """A connection that gives up at its deadline, even while a commit waits for a standby."""
 
-    # On the clock of time.monotonic().
-    deadline = math.inf
+    deadline: float  # on the clock of time.monotonic()
     may_have_committed = True
 
     @cached_property
     def cursors(self) -> defaultdict[str, psycopg.Cursor[tuple[Any, ...]]]:
-        """One for each statement: given another one, a cursor has to prepare its rows anew."""
+        """One for each statement: given another one, a cursor finds out again what its rows are."""
         return defaultdict(partial(self.cursor, binary=True))
 
     def fetch(self, sql: str, parameters: Parameters) -> Rows:
@@ -279,7 +282,7 @@ class Connection(psycopg.Connection[tuple[Any, ...]], base.Connection):
                 WHERE {ACCOUNT_IF_ALLOWED} RETURNING list_revision),
             changed AS (UPDATE project
                 SET {changes} version = version + 1, updated_at = greatest(updated_at, :now)
-                FROM revised WHERE {IS_ALLOWED} RETURNING project.*)
+                FROM revised WHERE {PROJECT_IF_ALLOWED} RETURNING project.*)
             SELECT {ID_ETAG_DOCUMENT} FROM changed""",
             values,
         )
@@ -306,8 +309,7 @@ class Connection(psycopg.Connection[tuple[Any, ...]], base.Connection):
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         # Once connected, psycopg waits for the server here, by default without a limit.
-        left = max(0.0, self.deadline - time.monotonic())
-        kwargs["timeout"] = min(left, COMMAND_TIMEOUT)  # psycopg takes no infinity
+        kwargs["timeout"] = max(0.0, self.deadline - time.monotonic())
         try:
             return super().wait(*args, **kwargs)
         except psycopg.OperationalError as error:
@@ -344,7 +346,7 @@ class Connection(psycopg.Connection[tuple[Any, ...]], base.Connection):
                 stream.write_row(row)
 
 
-class ClusterConnection(Connection):
+class ClusterConnection(PostgreSQLConnection):
     """A connection to any node of a Citus cluster.
 
     Outside of a transaction, the node that has the account commits each statement by itself. If the
@@ -389,7 +391,7 @@ class ClusterConnection(Connection):
         """Raise Unavailable at a worker, where the tables cannot be changed."""
         [(found,)] = self.execute("SELECT citus_is_coordinator()")
         if not found:
-            hint = "if it has changed them, run citus.sql there again"
+            hint = "if it did that already, run citus.sql on it again"
             raise Unavailable(
                 f"connect to the coordinator to change the tables; {hint}"
             )
@@ -402,7 +404,7 @@ class ClusterConnection(Connection):
 
 
 def refuse_malformed(url: str) -> None:
-    """Raise Unavailable for a malformed URL, without quoting it.
+    """Raise ValueError for a malformed URL, without quoting it.
 
     psycopg quotes what it takes for the host and the port. If the password holds an "@", "/", "?"
     or "#" that is not percent-encoded, that is a part of the password.
@@ -414,7 +416,7 @@ def refuse_malformed(url: str) -> None:
             int(port or 0)
     except (psycopg.ProgrammingError, ValueError):
         hint = "write postgresql://…, and percent-encode the password"
-        raise Unavailable(f"malformed URL of a database: {hint}") from None
+        raise ValueError(f"malformed URL of a database: {hint}") from None
 
 
 @cache

@@ -1,8 +1,9 @@
 -- The tables on PostgreSQL. sqlite.sql has the same ones: change both, and see migrations.py.
 -- Every key and constraint includes the account, by which deploy/citus.sql spreads the rows over
--- a cluster. All times are in epoch milliseconds.
+-- a cluster. Those of `token` do not, since each node has all tokens. All times are in epoch
+-- milliseconds.
 
-CREATE TABLE account (                              -- since its first Project
+CREATE TABLE account (                              -- made with its first Project
     name          text   PRIMARY KEY,
     list_revision text   NOT NULL,                  -- in the ETags of its lists; random, as a
                                                     -- counter would return with a backup
@@ -27,7 +28,7 @@ CREATE TABLE project (
     updated_at    bigint NOT NULL,
     version       bigint NOT NULL DEFAULT 1,
     postal_code   text,
-    location      text,                             -- JSON, to the byte as on SQLite
+    location      text,                             -- JSON, byte for byte as on SQLite
     PRIMARY KEY (account, seq),
     UNIQUE (account, id)
 );

@@ -1,8 +1,8 @@
 """The engine on one SQLite file, or in memory.
 
-It holds what differs from PostgreSQL: of a change also the version, the precondition and, by
-triggers, the counts. Threads and processes may share a file, and a write that has returned is on
-the disk.
+It holds what differs from PostgreSQL. That includes how a change of a Project raises its version,
+tests the precondition and, by triggers, updates the account. Threads and processes may share a
+file, and a write that has returned is on the disk.
 """
 
 import os
@@ -43,7 +43,7 @@ def document_sql() -> str:
 DOCUMENT = document_sql()
 ETAG = "(version || '-' || updated_at)"
 ID_ETAG_DOCUMENT = f"id, {ETAG}, CAST({DOCUMENT} AS BLOB)"
-IS_ALLOWED = f"""id = :id AND account = :account
+PROJECT_IF_ALLOWED = f"""id = :id AND account = :account
     AND (:if_match IS NULL OR {ETAG} IN (SELECT value FROM json_each(:if_match)))
     AND (:if_none_match IS NULL
         OR {ETAG} NOT IN (SELECT value FROM json_each(:if_none_match)))"""
@@ -57,7 +57,7 @@ class SQLite(Engine):
     GET = (
         f"SELECT {ID_ETAG_DOCUMENT} FROM project WHERE id = :id AND account = :account"
     )
-    DELETE = f"DELETE FROM project WHERE {IS_ALLOWED} RETURNING id"
+    DELETE = f"DELETE FROM project WHERE {PROJECT_IF_ALLOWED} RETURNING id"
     # json_group_array keeps the order of the rows of its subquery.
     LIST = f"""SELECT (SELECT list_revision FROM account WHERE name = :account),
             (SELECT project_count FROM account WHERE name = :account),
@@ -91,7 +91,7 @@ class SQLite(Engine):
             # rw: SQLite must not put an empty file in the place of a lost one.
             self._uri = f"{Path(self._file.path).as_uri()}?mode=rw"
 
-    def connect(self, creates: bool = False) -> "Connection":
+    def connect(self, creates: bool = False) -> "SQLiteConnection":
         """A new connection. Raises Unavailable, also if a parent process has opened the file.
 
         A forked child inherits SQLite's record of the locks that are held, but not the locks.
@@ -110,7 +110,7 @@ class SQLite(Engine):
             timeout=FOREIGN_LOCK_TIMEOUT,
             isolation_level=None,  # each statement is a transaction
             check_same_thread=False,  # any thread takes a connection that is idle
-            factory=Connection,
+            factory=SQLiteConnection,
         )
         connection.file = self._file
         try:
@@ -124,7 +124,7 @@ class SQLite(Engine):
             raise
         return connection
 
-    def _bring_up_to_date(self, connection: "Connection", creates: bool) -> None:
+    def _bring_up_to_date(self, connection: "SQLiteConnection", creates: bool) -> None:
         """Create the tables, or migrate them. Leave alone what is not ours."""
         if not self._scripts(connection, creates) and is_wal(connection):
             return  # as usual, which was found out without a lock
@@ -139,7 +139,7 @@ class SQLite(Engine):
             script = ("BEGIN IMMEDIATE", *scripts, *marks, "COMMIT")
             connection.executescript(";".join(script))
 
-    def _scripts(self, connection: "Connection", creates: bool) -> list[str]:
+    def _scripts(self, connection: "SQLiteConnection", creates: bool) -> list[str]:
         [(application, version, objects)] = connection.fetch(
             """SELECT application_id, user_version, (SELECT count(*) FROM sqlite_schema)
             FROM pragma_application_id, pragma_user_version""",
@@ -173,7 +173,8 @@ class SQLite(Engine):
 
     def save(self, path: str) -> None:
         """Copy the database to this empty file."""
-        self.read("VACUUM INTO :path", {"path": path})  # which waits for no writer
+        # As a read, since it waits for no writer.
+        self.read("VACUUM INTO :path", {"path": path})
 
     def check(self) -> None:
         super().check()
@@ -198,7 +199,7 @@ class SQLite(Engine):
         return (OutcomeUnknown if is_unknown else Unavailable)(f"{error}: {self._name}")
 
 
-class Connection(sqlite3.Connection, base.Connection):
+class SQLiteConnection(sqlite3.Connection, base.Connection):
     file: DatabaseFile | None  # None: in memory
     may_have_committed = True
 
@@ -224,7 +225,7 @@ class Connection(sqlite3.Connection, base.Connection):
         return self.fetch(
             f"""UPDATE project
             SET {changes} version = version + 1, updated_at = max(updated_at, :now)
-            WHERE {IS_ALLOWED} RETURNING {ID_ETAG_DOCUMENT}""",
+            WHERE {PROJECT_IF_ALLOWED} RETURNING {ID_ETAG_DOCUMENT}""",
             values,
         )
 
@@ -261,7 +262,7 @@ class Connection(sqlite3.Connection, base.Connection):
         self.executemany(f"INSERT INTO {table} {values}", rows)
 
 
-def is_wal(connection: Connection) -> bool:
+def is_wal(connection: SQLiteConnection) -> bool:
     """False for a new file and for a backup."""
     [(mode,)] = connection.fetch("PRAGMA journal_mode", {})
     return bool(mode == "wal")

@@ -1,8 +1,8 @@
 -- The tables on SQLite. postgresql.sql has the same ones: change both, and see migrations.py.
--- Every key and constraint includes the account, as a cluster of PostgreSQL needs it. All times
--- are in epoch milliseconds.
+-- Every key and constraint includes the account, as a cluster of PostgreSQL needs it. Those of
+-- `token` do not, since each node has all tokens. All times are in epoch milliseconds.
 
-CREATE TABLE account (                              -- since its first Project
+CREATE TABLE account (                              -- made with its first Project
     name          TEXT    PRIMARY KEY,
     list_revision TEXT    NOT NULL,                 -- in the ETags of its lists; random, as a
                                                     -- counter would return with a backup
@@ -11,7 +11,8 @@ CREATE TABLE account (                              -- since its first Project
 ) STRICT;
 
 CREATE TABLE token (
-    id            INTEGER PRIMARY KEY AUTOINCREMENT,  -- so that no id is used twice
+    id            INTEGER PRIMARY KEY AUTOINCREMENT,  -- so that no id is used twice,
+                                                    -- unless a backup is restored
     account       TEXT    NOT NULL,
     digest        BLOB    NOT NULL UNIQUE,          -- SHA-256 of the token
     created_at    INTEGER NOT NULL,
@@ -27,7 +28,7 @@ CREATE TABLE project (
     updated_at    INTEGER NOT NULL,
     version       INTEGER NOT NULL DEFAULT 1,
     postal_code   TEXT,
-    location      TEXT,                             -- JSON, as it was sent: SQLite
+    location      TEXT,                             -- JSON, as it is returned: SQLite
                                                     -- prints a REAL with 15 digits
     PRIMARY KEY (account, seq),
     UNIQUE (account, id)

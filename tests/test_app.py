@@ -584,11 +584,11 @@ def test_empty_setting_means_the_default_database(tmp_path):
     assert databases(tmp_path / "instance") == ["gardening.db"]
 
 
-@pytest.mark.parametrize("setting", ["0", "-1", "x", "", "1.5", "9" * 19, "１"])
+@pytest.mark.parametrize("setting", ["0", "-1", "x", "1.5", "9" * 19, "１"])
 def test_maximum_that_is_no_positive_number_is_refused(tmp_path, monkeypatch, setting):
-    told = "GARDENING_MAX_PROJECTS must be a whole number, 1 or more"
+    told = "GARDENING_MAX_PROJECTS must be a whole number from 1 to 10**18 - 1"
     monkeypatch.setenv("GARDENING_MAX_PROJECTS", setting)
-    with pytest.raises(ValueError, match=f"^{told}$"):
+    with pytest.raises(ValueError, match=re.escape(told)):
         create_app({"DATABASE": ":memory:"})
     create_app({"DATABASE": ":memory:", "MAX_PROJECTS": 1})
     environment = environment_of(str(tmp_path / "gardening.db"))

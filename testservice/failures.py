@@ -62,7 +62,7 @@ FAILURES = {
     "none": Failure(),
     "slow": Failure(seconds=3),
 }
-CHOICES = ", ".join(map(repr, FAILURES))  # with their quotes: 503 is not "503"
+CHOICES = ", ".join(map(repr, FAILURES))  # in quotes, since the number 503 is refused
 CHOICES += ", 'slow:SECONDS' (1 to 300)"
 FAILURES |= {f"slow:{seconds}": Failure(seconds) for seconds in range(1, 301)}
 PLANNABLE = validate.OneOf(FAILURES, error=f"{{input!r}} is not one of {CHOICES}.")
@@ -124,7 +124,7 @@ class FailingService:
             issued.journal.append(read_request(environ))
             failure = next_failure(issued.plan, environ["REQUEST_METHOD"])
         time.sleep(failure.seconds)
-        if failure.is_served:
+        if failure.is_served:  # now, whatever the client then gets
             Response.from_app(self._app, {**environ, FAILURE: Failure()})
         if failure.is_closed:
             raise ConnectionResetError(errno.ECONNRESET, PLANNED)  # gunicorn closes it

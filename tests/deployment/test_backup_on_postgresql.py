@@ -64,7 +64,7 @@ def test_silence_of_the_server_is_not_blamed_on_the_file(
     store, pgserver, database, file
 ):
     store.check()  # over the connection that the backup takes
-    told = f"no response before the deadline, while copying to {file}"
+    told = f"the copy to {file} failed: no response before the deadline"
     with silence(pgserver, database), pytest.raises(Unavailable, match=f"^{told}$"):
         backup(store.engine, file)
 
