@@ -97,9 +97,9 @@ def test_quick_start_runs_the_service(tmp_path):
     assert (tmp_path / "gardening/instance/gardening.db").exists()
 
 
-def test_first_calls_and_tokens_print_what_the_readme_says(clone):
+def test_first_call_and_tokens_print_what_the_readme_says(clone):
     with flask_run(os.environ, folder=clone) as (address, _):
-        for heading in ("First calls", "Tokens"):
+        for heading in ("First call", "Tokens"):
             script = "".join(blocks("README.md", heading)).replace(ADDRESS, address)
             script = "exec 2>&1\n" + script.replace("curl", "curl -sS")
             printed = run("sh", folder=clone, input=script).stdout
