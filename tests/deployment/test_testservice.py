@@ -196,7 +196,7 @@ def test_example_in_node_prints_what_the_page_says(tmp_path, paths):
     [printed] = blocks(PAGE, "Any other language", "text")[1:]
     node = ["node", "--input-type=module"]
     ended = run(*node, folder=tmp_path, environment=paths, input=example)
-    assert (ended.stdout, ended.stderr) == (f"[]\n{printed}", "")
+    assert (ended.stdout, ended.stderr) == (printed, "")
 
 
 IN_BACKGROUND = """
