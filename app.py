@@ -41,16 +41,18 @@ def create_app(config: Mapping[str, Any] | None = None) -> Flask:
     for a setting that is wrong.
     """
     app = Flask(__name__, static_folder=None)
-    app.config["MAX_CONTENT_LENGTH"] = MAX_CONTENT_LENGTH
-    app.config["PROVIDE_AUTOMATIC_OPTIONS"] = False
-    app.config["DATABASE"] = os.environ.get("FLASK_DATABASE", "")
-    app.config["MAX_PROJECTS"] = os.environ.get("GARDENING_MAX_PROJECTS")
-    app.config["PREFIX"] = os.environ.get("GARDENING_PREFIX", "")
+    app.config.update(
+        MAX_CONTENT_LENGTH=MAX_CONTENT_LENGTH,
+        PROVIDE_AUTOMATIC_OPTIONS=False,
+        DATABASE=os.environ.get("FLASK_DATABASE"),
+        MAX_PROJECTS=os.environ.get("GARDENING_MAX_PROJECTS") or MAX_PROJECTS,
+        PREFIX=os.environ.get("GARDENING_PREFIX"),
+    )
     app.config.update(config or {})
     default = os.path.join(app.instance_path, "gardening.db")
     try:
         engine = engine_on(str(app.config["DATABASE"] or ""), default)  # a Path will do
-        max_projects = read_max_projects(app.config["MAX_PROJECTS"] or MAX_PROJECTS)
+        max_projects = read_max_projects(app.config["MAX_PROJECTS"])
     except ValueError as error:
         raise commands.WrongSetting(str(error)) from error
     app.extensions["store"] = Store(engine, max_projects=max_projects)

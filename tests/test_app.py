@@ -590,6 +590,8 @@ def test_maximum_that_is_no_positive_number_is_refused(tmp_path, monkeypatch, se
     monkeypatch.setenv("GARDENING_MAX_PROJECTS", setting)
     with pytest.raises(ValueError, match=re.escape(told)):
         create_app({"DATABASE": ":memory:"})
+    with pytest.raises(ValueError, match=re.escape(told)):
+        create_app({"DATABASE": ":memory:", "MAX_PROJECTS": 0})
     create_app({"DATABASE": ":memory:", "MAX_PROJECTS": 1})
     environment = environment_of(str(tmp_path / "gardening.db"))
     ended = run(BIN / "flask", "init-db", environment=environment, status=1)
