@@ -19,7 +19,6 @@ from helpers.running import (
     ROOT,
     environment_of,
     gunicorn,
-    needs,
     run,
     token_on,
 )
@@ -133,7 +132,6 @@ def test_python_client_of_openapi_generator_works(url, database, generated):
         use(client)
 
 
-@needs("npm")
 def test_client_of_openapi_fetch_compiles_strictly_and_works(url, database, tmp_path):
     folder = shutil.copytree(TYPESCRIPT, tmp_path / "client")
     quietly = ["--no-audit", "--no-fund", "--prefer-offline"]
