@@ -39,7 +39,7 @@ class AccountFull(Exception):
 
 class Project(NamedTuple):
     id: str
-    etag: str  # version and updated_at: it does not recur after a backup is restored
+    etag: str  # version and updated_at: never the same for other content, even after a restore
     document: bytes  # JSON
 
 
@@ -74,7 +74,7 @@ class Account(NamedTuple):
     name: str
     projects: int
     tokens: int
-    # The last change of any of its Projects, in epoch milliseconds; None without Projects.
+    # The last change of those Projects, in epoch milliseconds; None without Projects.
     changed_at: int | None
 
 
@@ -307,6 +307,8 @@ class Store:
                 ON CONFLICT (name) DO UPDATE SET list_revision = account.list_revision""",
                 "DELETE FROM project WHERE account = :name",
                 "DELETE FROM token WHERE account = :name",
+                # No deadlock with _create_once, which locks its key first: nobody can see a new
+                # key yet, and the holder of an old one waits for nothing.
                 "DELETE FROM idempotency_key WHERE account = :name",
                 "DELETE FROM account WHERE name = :name",
             ):

@@ -19,9 +19,8 @@ from engines.migrations import incompatibility, marked_version
 from engines.sqlite import SQLite
 
 Stream = Generator[Any]
-Progress = Callable[
-    [Stream, int], Stream
-]  # the rows; shows how many of this number were taken
+# Takes the rows and their number. Returns the rows, and shows how many were taken.
+Progress = Callable[[Stream, int], Stream]
 # The columns of each table, in the order in which a restore fills them: `project` precedes
 # `part`, which refers to it.
 COLUMNS = {
@@ -95,7 +94,7 @@ def restore(engine: Engine, path: str, progress: Progress = no_progress) -> None
             copy_rows(copy, engine, progress)
     except OSError as error:
         raise Unavailable(f"{error.strerror}: {error.filename}") from error
-    except UnicodeDecodeError as error:  # SQLite's message quotes what is no UTF-8
+    except UnicodeDecodeError as error:  # an error of SQLite whose message is no UTF-8
         raise BadBackup(f"the backup is damaged: {path}") from error
     except (BadBackup, sqlite3.Error, engine.ERROR) as error:
         raise BadBackup(f"{' '.join(str(error).split())}: {path}") from error
@@ -143,7 +142,8 @@ def copy_rows(source: Engine, target: Engine, progress: Progress) -> None:
     other than the service may have written to the source.
     """
     # An error passes through `outage` of both engines, first of the target. If both are SQLite,
-    # the target takes an error of the source for its own.
+    # the target takes an error of the source for its own, and names its file. That is rare, since
+    # `copy_file` has checked the source.
     with (
         source.lend(writes=False) as reader,
         target.transaction(COMMAND_TIMEOUT) as writer,

@@ -38,7 +38,7 @@ class OutcomeUnknown(Unavailable):
 class Connection(Protocol):
     """A connection of either driver. One thread at a time uses it.
 
-    A statement has its parameters as `:name`, and no `%`. Unless `begin` was called, it is a
+    A statement has its parameters as `:name`. It has no `%`, and no other `:name`. Unless `begin` was called, it is a
     transaction of its own.
     """
 
@@ -259,13 +259,15 @@ class Engine(ABC):
             return [Path(__file__).with_name(self.SCHEMA).read_text()]
         if reason := incompatibility(version):
             raise Unavailable(f"the database was {reason}")
-        assert version is not None  # that is incompatible
+        assert version is not None  # incompatibility(None) has raised
         later = range(version + 1, SCHEMA_VERSION + 1)
         return [self.MIGRATIONS[each] for each in later]
 
 
 def close_idle(idle: dict[int, list[Connection]]) -> None:
     """Close this process's connections."""
-    with suppress(IndexError):  # until there is none, whoever takes some meanwhile
+    with suppress(
+        IndexError
+    ):  # raised once there is none; other threads may take some, too
         while True:
             idle[os.getpid()].pop().close()

@@ -32,7 +32,7 @@ def incompatibility(version: int | None) -> str | None:
 
 # By the version that they lead to. SQLite cannot change the constraints of a table, so its
 # migration makes new tables and copies the rows. IF EXISTS, since a restore drops the triggers of a
-# backup before.
+# backup before: see copy_file in backup.py.
 SQLITE = {
     4: """
 DROP TRIGGER IF EXISTS project_insert;

@@ -34,7 +34,9 @@ TIMEOUT = 4.5  # seconds for a statement or a transaction, and for the connect b
 CONNECT_TIMEOUT = 2  # seconds for each host; libpq takes no less
 STATEMENT_TIMEOUT = 4  # seconds, after which the server itself ends a statement
 ROW_LOCK_TIMEOUT = 1  # seconds that a statement may wait for a lock
-OUTAGES = (  # beginnings of SQLSTATEs; a statement that ends with one has changed nothing
+# Beginnings of SQLSTATEs. A statement that fails with one has changed nothing. (Only for a COMMIT on
+# Citus that is not known: see ClusterConnection.)
+OUTAGES = (
     "25006",  # the server is a standby
     "3F000",  # no schema
     "40",  # contention
@@ -106,8 +108,9 @@ COUNT_ONE_MORE = """INSERT INTO account AS present
         list_revision = excluded.list_revision
     WHERE present.project_count < :max_projects
     RETURNING name, last_seq"""
-# To be followed by the row of the account. Its column `name`, in place of :account, tells Citus
-# that both tables are on the same node.
+# Ends in FROM. What follows yields the account's row: the CTE `counted`, or on Citus the table
+# `account`. The Project's account is taken from that row, not from :account. So Citus sees that
+# both tables are joined by the account, and are on the same node.
 INSERT_FROM = f"""INSERT INTO project AS made
         (id, account, seq, created_at, updated_at, {", ".join(SETTABLE)})
     SELECT :id, name, last_seq, :now, :now, :{", :".join(SETTABLE)} FROM"""
@@ -255,7 +258,11 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], base.Connection)
 
     @cached_property
     def cursors(self) -> defaultdict[str, psycopg.Cursor[tuple[Any, ...]]]:
-        """One for each statement: given another one, a cursor finds out again what its rows are."""
+        """A cursor for each statement.
+
+        It keeps what psycopg has found out about the columns. With another statement, it would
+        have to find that out again.
+        """
         return defaultdict(partial(self.cursor, binary=True))
 
     def fetch(self, sql: str, parameters: Parameters) -> Rows:

@@ -127,7 +127,7 @@ class SQLite(Engine):
     def _bring_up_to_date(self, connection: "SQLiteConnection", creates: bool) -> None:
         """Create the tables, or migrate them. Leave alone what is not ours."""
         if not self._scripts(connection, creates) and is_wal(connection):
-            return  # as usual, which was found out without a lock
+            return  # as usual; and it took no lock to find that out
         with self.write_lock():
             connection.execute("PRAGMA journal_mode = WAL")
             # Asked again, since another process may have been first.
@@ -238,7 +238,7 @@ class SQLiteConnection(sqlite3.Connection, base.Connection):
         super().commit()
 
     def close(self) -> None:
-        """Close the connection, and leave no -wal behind if another file has the name by now.
+        """Close the connection, and leave no -wal behind if the name leads to another file by now.
 
         SQLite would apply that -wal to the new file. So its contents go into the old one first.
         """
