@@ -6,7 +6,6 @@ import os
 import re
 import sqlite3
 from contextlib import closing
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from auth import digest
 from helpers.old_schemas import create_old_schema
 from helpers.openapi import API, HELLO, CheckedClient
 from helpers.running import BIN, POINT, PROJECTS, environment_of, run, wait_for
-from helpers.testservice import copy_service
 
 MISSING = f"{PROJECTS}/{'0' * 24}"
 
@@ -35,19 +33,14 @@ def test_create_answers_with_the_project_and_its_address(client):
     assert response.headers["ETag"] == quoted_etag(response.json)
     assert response.headers["Location"] == f"{PROJECTS}/{response.json['id']}"
     assert response.content_type == "application/json"
-    assert client.get(response.headers["Location"]).json == response.json
+    found = client.get(response.headers["Location"])
+    assert (found.status_code, found.json) == (200, response.json)
+    assert found.headers["ETag"] == response.headers["ETag"]
 
 
 @pytest.mark.parametrize("type", ["application/json", "application/geo+json;charset=x"])
 def test_any_json_content_type_is_accepted(client, type):
     assert client.post(PROJECTS, data="{}", content_type=type).status_code == 201
-
-
-def test_get_returns_the_project_with_its_etag(client, project, project_url):
-    response = client.get(project_url)
-    assert (response.status_code, response.json) == (200, project)
-    assert response.headers["ETag"] == quoted_etag(project)
-    assert response.headers["Cache-Control"] == "private, no-cache"
 
 
 @pytest.mark.parametrize("tag", ["{}", "W/{}", '"0", {}', "*"])
@@ -76,14 +69,6 @@ def test_head_is_get_without_a_body(client, project_url):
         head, get = client.head(address), client.get(address)
         assert (head.status_code, head.data) == (200, b"")
         assert dict(head.headers) == dict(get.headers)
-
-
-def test_fetched_project_can_be_sent_back_whole(client, project, project_url):
-    response = client.put(
-        project_url, json=project | {"name": "Wood", "version": 9, "id": "x"}
-    )
-    assert (response.json["id"], response.json["version"]) == (project["id"], 2)
-    assert response.json["name"] == "Wood"
 
 
 REFUSED = [("If-Match", tag) for tag in [*OTHER_TAGS, "W/{}", ",", '"{}"']]
@@ -117,11 +102,6 @@ def test_both_conditions_must_hold(client, project, project_url):
     for match, none_match in [(tag, tag), ('"x"', '"y"')]:
         headers = {"If-Match": match, "If-None-Match": none_match}
         assert client.put(project_url, json={}, headers=headers).status_code == 412
-
-
-@pytest.mark.parametrize("field", ["If-Match", "If-None-Match"])
-def test_condition_on_a_missing_project_is_not_found(client, field):
-    assert client.put(MISSING, json={}, headers={field: "*"}).status_code == 404
 
 
 def test_deleted_project_is_gone(client, project_url):
@@ -207,33 +187,6 @@ def test_unchanged_list_is_neither_read_nor_sent(client, project_url, plain_sql,
         assert "Link" not in answer.headers
 
 
-def walk(client, query, meanwhile=lambda: None):
-    """The ids of the Projects on the pages that the links lead to."""
-    found, address = [], f"{PROJECTS}?{query}"
-    while address:
-        response = client.get(address)
-        found.append([project["id"] for project in response.json["projectList"]])
-        link = re.fullmatch('<(.+)>; rel="next"', response.headers.get("Link", ""))
-        address = link and link[1]
-        meanwhile()
-    return found
-
-
-def test_walk_meets_each_project_that_was_there_throughout_once(client):
-    ids = [client.post(PROJECTS, json={}).json["id"] for _ in range(20)]
-    deleted, added = iter(ids[:6]), []
-
-    def meanwhile():
-        client.delete(f"{PROJECTS}/{next(deleted, ids[-1])}")
-        added.append(client.post(PROJECTS, json={}).json["id"])
-        if len(added) > 10:
-            client.delete(f"{PROJECTS}/{added[-2]}")
-
-    met = list(chain(*walk(client, "page=0&size=3", meanwhile)))
-    assert len(set(met)) == len(met)
-    assert set(ids[6:-1]) <= set(met) <= set(ids + added)
-
-
 def test_link_repeats_the_size_and_counts_the_pages(client):
     for _ in range(3):
         client.post(PROJECTS, json={})
@@ -273,7 +226,7 @@ def test_body_that_is_not_json_is_refused(client, body, reason):
     assert not PYTHON.search(response.json["detail"])
 
 
-def test_longest_texts_fit_into_a_body_however_they_are_written(client):
+def test_longest_texts_fit_into_a_body(client):
     given = API["components"]["schemas"]["ProjectInput"]["properties"]
     texts = {
         name: "😀" * field["maxLength"]
@@ -399,17 +352,14 @@ def test_full_account_is_told_how_many_projects_it_may_have():
 
 ERRORS = [
     ("GET", "/nowhere", {}, 404),
-    ("GET", "/api/v1/gardening", {}, 404),
     ("GET", f"{PROJECTS}/", {}, 404),
     ("GET", PROJECTS.replace("/v1", "//v1"), {}, 404),
     ("GET", f"{PROJECTS}/%00%ff", {}, 404),
-    ("GET", f"{PROJECTS}/{'x' * 5000}", {}, 404),
     ("GET", MISSING, {}, 404),
     ("PUT", MISSING, {"json": {}}, 404),
     ("DELETE", MISSING, {}, 404),
     ("PATCH", PROJECTS, {}, 405),
     ("POST", MISSING, {}, 405),
-    ("GET", f"{HELLO}/auth", {}, 405),
     ("POST", PROJECTS, {}, 415),
     ("POST", PROJECTS, {"data": "{}", "content_type": "text/plain"}, 415),
     ("POST", PROJECTS, {"data": "{", "content_type": "application/json"}, 400),
@@ -428,11 +378,6 @@ def test_error_is_a_problem_document(client, method, target, options, status):
     assert response.json["type"] == "about:blank"
     assert response.headers["Cache-Control"] == "no-store"
     assert "URL" not in response.json["detail"]  # the word of Werkzeug's own texts
-
-
-def test_405_names_the_allowed_methods(client):
-    allowed = client.patch(PROJECTS).headers["Allow"]
-    assert set(allowed.split(", ")) == {"GET", "HEAD", "POST"}
 
 
 def test_defect_shows_nothing_of_itself_but_in_the_log(client, plain_sql, caplog):
@@ -509,26 +454,11 @@ def test_prefix_is_taken_off_an_address(folder, monkeypatch, prefix, address, st
         monkeypatch.setenv("GARDENING_PREFIX", prefix)
 
 
-def test_links_have_the_prefix_of_the_request(folder):
-    app = create_app({"DATABASE": ":memory:", "PREFIX": "/garden"})
-    app.extensions["store"].add_token("ann", digest("t"))
-    headers = {"Authorization": "Bearer t"}
-    for prefix in ("/garden", ""):
-        client, address = app.test_client(), f"{prefix}{PROJECTS}"
-        location = client.post(address, json={}, headers=headers).headers["Location"]
-        assert location.startswith(f"{prefix}/api/")
-    link = client.get(f"/garden{PROJECTS}?size=1", headers=headers).headers["Link"]
-    assert link.startswith(f"</garden{PROJECTS}?page=1&")
-
-
 @pytest.mark.parametrize(
     "setting",
     [
         "host=db1 dbname=gardening password=Qz7wXk",
-        "postgres://u:Qz7wXk@127.0.0.1/db",
         "postgresql:/u:Qz7wXk@127.0.0.1/db",
-        "postgresql+psycopg://u:Qz7wXk@127.0.0.1/db",
-        "PostgreSQL://u:Qz7wXk@127.0.0.1/db",
         "mysql://u:Qz7wXk@127.0.0.1/db",
     ],
 )
@@ -575,13 +505,6 @@ def test_health_fails_once_the_database_is_lost(app, database):
     answer = client.get("/health")
     assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5")
     assert database not in answer.text
-
-
-def test_empty_setting_means_the_default_database(tmp_path):
-    copy_service(tmp_path)
-    environment = os.environ | {"FLASK_DATABASE": ""}
-    run(BIN / "flask", "init-db", folder=tmp_path, environment=environment)
-    assert databases(tmp_path / "instance") == ["gardening.db"]
 
 
 @pytest.mark.parametrize("setting", ["0", "-1", "x", "1.5", "9" * 19, "１"])
