@@ -26,7 +26,6 @@ from helpers.running import (
     LIMIT,
     POINT,
     ROOT,
-    at_once,
     environment_of,
     run,
     store_on,
@@ -230,15 +229,6 @@ def test_backup_is_the_state_of_one_moment(store, file, tmp_path):
         with closing(sqlite3.connect(f"{file}{number}")) as copy:
             for row in copy.execute(select):
                 assert len(set(row)) == 1
-
-
-def test_one_of_many_backups_to_one_file_is_made(source, file):
-    before = set(os.listdir(os.path.dirname(file)))
-    results = at_once(lambda _: backup(source.engine, file), 4, errors=Unavailable)
-    assert sum(isinstance(each, Unavailable) for each in results) == 3
-    assert set(os.listdir(os.path.dirname(file))) - before == {os.path.basename(file)}
-    with closing(sqlite3.connect(file)) as copy:
-        assert copy.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
 
 
 @pytest.mark.parametrize("what", ["project", "token", "account"])
