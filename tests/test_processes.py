@@ -162,20 +162,6 @@ def test_service_that_is_stopped_leaves_nothing_beside_a_replaced_file(
         assert names == [("in the backup",)]
 
 
-def test_worker_takes_no_file_that_has_replaced_the_one_it_started_with(
-    environment, token, database
-):
-    """Nobody has called it before."""
-    with gunicorn(environment) as (_, port):
-        with Client(port, token) as client:
-            client.call("GET", HELLO)  # it has started
-        with closing(sqlite3.connect(database)) as copied:
-            copied.execute("VACUUM INTO ?", [f"{database}-copy"])
-        os.rename(f"{database}-copy", database)
-        with Client(port, token) as client:
-            assert client.call("POST", PROJECTS, {})[0] == 503
-
-
 def test_reload_serves_the_code_of_the_next_release(environment, tmp_path):
     """The master, which outlives the reload, has imported nothing of the last one."""
     copy_service(tmp_path)

@@ -35,7 +35,6 @@ from helpers.stores import (
 from store import Store
 
 REPLACED = "^the database file was replaced; restart the service: {}$"
-MISSING = "^no database at {}; run `flask init-db`$"
 
 
 @contextmanager
@@ -105,19 +104,6 @@ def test_each_connection_syncs_its_commits_and_checks_references(store):
 
 
 # Its file
-
-
-def test_only_create_database_creates_the_file(database):
-    store = store_on(database)
-    for use in (store.check, lambda: store.create_project("ann", {})):
-        with pytest.raises(Unavailable, match=MISSING.format(database)):
-            use()
-    assert os.listdir(os.path.dirname(database)) == []
-    with closing(store_on(database)) as other:
-        other.create_database()
-        created = store.create_project("ann", {})
-        assert other.get_project("ann", created.id) == created
-    store.close()
 
 
 def test_folder_is_created_only_where_it_may_be(tmp_path):
