@@ -65,28 +65,12 @@ def test_first_request_fails_as_planned_and_the_next_works(failing, failure):
     assert len(other.call("GET", PROJECTS)[1]) == 1 + (failure in MADE)
 
 
-def test_request_is_in_the_journal_whatever_its_failure(gardening_service):
-    failures = [*MADE, *NOT_MADE]
-    token = gardening_service.issue_token(fail=failures)
-    for failure in failures:
-        with connect(gardening_service.url, token) as client:
-            status_of(client, body=json.dumps({"name": failure}))
-    bodies = [each["body"] for each in gardening_service.requests(token)]
-    assert [json.loads(body)["name"] for body in bodies] == failures
-
-
 @pytest.mark.parametrize("word", ["GET", "HEAD"])
 def test_read_whose_outcome_cannot_be_unknown_gets_the_other_503(failing, word):
     client, _ = failing("503", "503-unknown")
     known, unknown = [client.fetch(word, PROJECTS) for _ in range(2)]
     assert (known[0], known[2]) == (unknown[0], unknown[2])
     assert known[0] == 503
-
-
-def test_refusal_is_lost_with_an_unknown_outcome(failing):
-    client, _ = failing("503-unknown", "none")
-    assert status_of(client, "DELETE", f"{PROJECTS}/x", None) == 503
-    assert status_of(client, "DELETE", f"{PROJECTS}/x", None) == 404
 
 
 def test_slow_request_makes_its_change_at_the_end(failing, gardening_service):
@@ -106,11 +90,6 @@ def test_slow_request_waits_as_long_as_planned(failing, failure, seconds):
     started = time.monotonic()
     assert client.call("GET", PROJECTS) == (200, [])
     assert seconds <= time.monotonic() - started < seconds + 2
-
-
-def test_longest_wait_can_be_planned(gardening_service):
-    token = gardening_service.issue_token(fail=["slow:300"])
-    assert gardening_service.left(token) == ["slow:300"]
 
 
 @pytest.mark.parametrize("failure", ["dropped", "lost"])
@@ -156,13 +135,6 @@ def test_plan_is_found_however_the_token_is_sent(gardening_service):
             status, *_ = client.fetch("GET", PROJECTS, Authorization=sent + token)
             found.append(status)
     assert found == [401, 401, 401, 429, 429]
-
-
-def test_expired_token_can_fail_too(gardening_service):
-    token = gardening_service.issue_token("ann", expired=True, fail=["429"])
-    with connect(gardening_service.url, token) as client:
-        statuses = [status_of(client, "GET", PROJECTS, None) for _ in range(2)]
-    assert statuses == [429, 401]
 
 
 @pytest.mark.parametrize("failure", UNKNOWN, ids=str)

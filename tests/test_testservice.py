@@ -14,7 +14,6 @@ from urllib.request import urlopen
 
 import pytest
 
-from app import create_app
 from helpers.running import (
     LIMIT,
     PROJECTS,
@@ -162,14 +161,6 @@ def plan_of(url, token):
     return found["fail"]
 
 
-def test_what_is_left_of_a_plan_can_be_read(gardening_service):
-    url = gardening_service.url
-    token = issue(url, account="ann", fail=["429", "none", "502"])
-    for rest in (["none", "502"], ["502"], [], []):
-        call_projects(url, token)
-        assert plan_of(url, token) == rest
-
-
 def test_plan_of_a_token_in_use_can_be_replaced(gardening_service):
     url = gardening_service.url
     token = issue(url, account="ann", fail=["502", "502"])
@@ -284,25 +275,6 @@ def test_revoked_token_gets_401_and_is_forgotten(gardening_service):
     for method, body in {"GET": None, "PUT": {"fail": []}, "DELETE": None}.items():
         status, problem = call_test_tokens(url, method, token, body)
         assert (status, problem["detail"]) == (404, "There is no such token.")
-
-
-def test_plan_does_not_apply_to_the_paths_of_tokens(gardening_service):
-    token = issue(gardening_service.url, fail=["429", "401"])
-    with connect(gardening_service.url, token) as client:
-        for _ in range(3):
-            assert client.fetch("POST", "/test/tokens")[0] == 201
-            status, _, content = client.fetch("GET", f"/test/tokens/{token}")
-            assert (status, json.loads(content)["fail"]) == (200, ["429", "401"])
-
-
-def test_only_the_test_service_has_the_paths_of_tokens(gardening_service):
-    with connect(gardening_service.url) as client:
-        document = json.loads(client.fetch("GET", "/openapi.json")[2])
-        assert client.fetch("PATCH", "/test/tokens")[0] == 405
-    assert not [path for path in document["paths"] if path.startswith("/test")]
-    app = create_app({"DATABASE": ":memory:"})
-    assert not [rule for rule in app.url_map.iter_rules() if "/test" in rule.rule]
-    app.extensions["store"].close()
 
 
 def test_sixty_slow_requests_take_three_seconds_and_hold_up_nobody(gardening_service):
