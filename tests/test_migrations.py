@@ -1,7 +1,7 @@
 """Schema versions: an older database is brought up to date, others are refused and left alone."""
 
 import json
-from contextlib import closing, suppress
+from contextlib import closing
 
 import pytest
 
@@ -9,7 +9,7 @@ from engines.base import Unavailable
 from engines.migrations import OLDEST, SCHEMA_VERSION
 from helpers.old_schemas import create_old_schema, mark_as
 from helpers.running import POINT, at_once, store_on
-from helpers.stores import is_sqlite, listed, plain_sql_on
+from helpers.stores import is_sqlite, plain_sql_on
 from store import KeyReused
 
 
@@ -178,45 +178,3 @@ def test_database_with_foreign_tables_is_left_alone(open_store, plain_sql):
     with pytest.raises(Unavailable, match="made by another program"):
         open_store()
     assert plain_sql.execute(count).fetchall() == [(1,)]
-
-
-# How release 2.1.0 lists, creates, changes and deletes on SQLite and on PostgreSQL.
-FORGOTTEN = [
-    [
-        "SELECT revision, projects FROM account",
-        """INSERT INTO project (id, account, seq, created_at, updated_at)
-        SELECT 'new', 'ann', created + 1, 1, 1 FROM account WHERE name = 'ann'""",
-        "UPDATE project SET version = version + 1 WHERE id = '{}' RETURNING id",
-        "DELETE FROM project WHERE id = '{}' RETURNING id",
-    ],
-    [
-        "SELECT revision, projects FROM account",
-        """WITH counted AS (INSERT INTO account AS known (name, created, revision)
-            VALUES ('ann', 1, 'r') ON CONFLICT (name) DO UPDATE
-            SET created = known.created + 1, revision = 'r' RETURNING created)
-        INSERT INTO project (id, account, seq, created_at, updated_at)
-        SELECT 'new', 'ann', created, 1, 1 FROM counted RETURNING id""",
-        """WITH revised AS (UPDATE account SET revision = 'r' WHERE name = 'ann'
-            RETURNING revision)
-        UPDATE project SET version = version + 1 FROM revised WHERE id = '{}' RETURNING id""",
-        """WITH revised AS (UPDATE account SET revision = 'r' WHERE name = 'ann'
-            RETURNING revision)
-        DELETE FROM project USING revised WHERE id = '{}' RETURNING id""",
-    ],
-]
-
-
-def test_process_of_release_2_1_0_that_goes_on_makes_no_total_wrong(
-    plain_sql, open_store
-):
-    """Its lists fail, and so does what would not be counted."""
-    create_old_schema(plain_sql, 3)
-    store = open_store()
-    succeeded = []
-    for number, sql in enumerate(FORGOTTEN[not is_sqlite(plain_sql)]):
-        with suppress(Exception):
-            plain_sql.execute(sql.format("a" * 24)).fetchall()
-            succeeded.append(number)
-    assert succeeded == ([2, 3] if is_sqlite(plain_sql) else [])
-    for account in store.list_accounts():
-        assert len(listed(store, account.name)) == account.projects
