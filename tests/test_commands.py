@@ -13,14 +13,6 @@ from app import create_app
 from commands import TokenID, utc
 
 
-def test_create_prints_the_token_alone(command):
-    result = command("token", "create", "ann", "--days", "30")
-    assert result.exit_code == 0
-    assert result.stdout.startswith("gardening_")
-    assert len(result.stdout.split()) == 1 and len(result.stdout) > 50
-    assert command("token", "create", "ann").stdout != result.stdout
-
-
 def test_list_shows_ids_and_times_but_no_token(command):
     accounts = ["ann", "bob", "ann"]
     tokens = [command("token", "create", each).stdout.strip() for each in accounts]

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import flask_swagger_ui
 import pytest
-from flask.testing import FlaskClient
 
 from helpers.openapi import assert_problem
 from helpers.running import PROJECTS, Client, flask_run, gunicorn, hold_port, port_of
@@ -51,9 +50,3 @@ def test_every_file_of_the_page_is_served_with_its_policy(environment):
                 "img-src 'self' data:; object-src 'none'; base-uri 'none'; "
                 "frame-ancestors 'none'"
             )
-
-
-@pytest.mark.parametrize("path", ["/", "/docs"])
-def test_address_of_the_service_leads_to_the_page(app, path):
-    response = FlaskClient(app).get(path, buffered=True)
-    assert (response.status_code, response.location) == (302, "docs/")
