@@ -141,11 +141,6 @@ def test_database_that_is_not_utf8_is_refused(database):
         Store(PostgreSQL(database)).create_database()
 
 
-def test_role_without_rights_is_refused(plain_user):
-    with fails(Unavailable, "^permission denied for schema public"):
-        Store(PostgreSQL(plain_user)).create_database()
-
-
 # Each holds one or two of these, and no line may show three characters of one.
 SECRETS = ["Qz7wXk", "Vb9mJt"]
 MALFORMED = [
