@@ -28,18 +28,8 @@ STRACE = ["strace", "-f", "-qq", "-o", os.devnull, "-e"]
 def test_sqlite_itself_creates_no_file(park, database, tmp_path):
     """SQLite might put another in the place of one that was lost meanwhile."""
     calls = tmp_path / "calls"
-    attempt(
-        database,
-        "write(store)",
-        "strace",
-        "-f",
-        "-o",
-        calls,
-        "-e",
-        "%file",
-        "-P",
-        database,
-    )
+    trace = ["strace", "-f", "-o", calls, "-e", "%file", "-P", database]
+    attempt(database, "write(store)", *trace)
     assert "O_RDWR" in calls.read_text() and "O_CREAT" not in calls.read_text()
 
 

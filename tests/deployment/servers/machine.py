@@ -60,19 +60,9 @@ class Machine:
 
         The shell is a strict one: new files are its user's alone, and unset names are errors.
         """
-        settings = [
-            f"{name}={value}" for name, value in (ENVIRONMENT | environment).items()
-        ]
         ended = subprocess.run(
-            [
-                *self._enter,
-                "env",
-                "-i",
-                *settings,
-                "bash",
-                "-c",
-                f"umask 077\nset -u\n{script}",
-            ],
+            [*self._enter, "bash", "-c", f"umask 077\nset -u\n{script}"],
+            env=ENVIRONMENT | environment,
             input=input,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
