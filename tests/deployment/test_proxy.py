@@ -411,15 +411,10 @@ def test_version_of_nginx_is_not_shown(tls_client, proxy):
             assert client.fetch("GET", "/x")[1]["Server"] == "nginx"
 
 
-def test_browsers_guess_no_content_type(tls_client):
+def test_browsers_keep_to_https_and_guess_no_content_type(tls_client, proxy):
     for path in (PROJECTS, "/x", "/docs/"):
         _, headers, _ = tls_client.fetch("GET", path)
         assert headers.get_all("X-Content-Type-Options") == ["nosniff"]
-
-
-def test_browsers_are_told_to_keep_to_https(tls_client, proxy):
-    for path in (PROJECTS, "/x"):
-        _, headers, _ = tls_client.fetch("GET", path)
         assert headers["Strict-Transport-Security"] == "max-age=31536000"
     with Client(proxy.plain_port, "x") as plain:  # where RFC 6797 7.2 forbids it
         assert "Strict-Transport-Security" not in plain.fetch("GET", PROJECTS)[1]
