@@ -152,11 +152,6 @@ def test_reused_key_is_422(client):
     assert again.json["type"] == "urn:gardening:key-reused"
 
 
-def test_key_of_a_refused_post_is_free(client):
-    assert post_with_key(client, "k", name=1).status_code == 422
-    assert post_with_key(client, "k", name="Park").status_code == 201
-
-
 def test_spent_key_is_409(client):
     client.delete(post_with_key(client, "k").headers["Location"])
     again = post_with_key(client, "k")
@@ -206,13 +201,11 @@ OTHER = "it is not UTF-8, is nested too deeply, or holds NaN, an infinity or too
 PYTHON = re.compile(r"codec|int\(\)|sys\.|recursion|Expecting|literal|Error")
 NOT_JSON = {
     "empty": (b"", "see line 1, column 1"),
-    "cut off": (b'{"name": "Pa', "see line 1, column 10"),
     "byte order mark": (b"\xef\xbb\xbf{}", "see line 1, column 1"),
     "invalid UTF-8": (b'{"name": "\xff"}', OTHER),
     # Too deeply for the parser, or, where that goes as deep, they end too early.
     "nested arrays": (b"[" * 65_536, f"{OTHER}|see line 1, column 65537"),
     "NaN": (b'{"name": NaN}', OTHER),
-    "Infinity": (b"[-Infinity]", OTHER),
     "integer too long": (b'{"name": 1' + b"0" * 5_000 + b"}", OTHER),
 }
 
@@ -258,8 +251,6 @@ def post_stream(client, stream, **environ):
 
 DUPLICATES = {
     "field": (b'{"name": "a", "postal_code": "1", "name": "b"}', '"name"'),
-    "nested": (b'{"location": {"type": "Point", "type": "Point"}}', '"type"'),
-    "escaped": (b'{"id": 1, "i\\u0064": 1}', '"id"'),
     "surrogate": (b'{"\\ud800": 1, "\\ud800": 1}', '"\\ud800"'),
 }
 
@@ -284,10 +275,8 @@ def test_body_with_a_content_coding_is_refused(client, coding, status):
 
 
 INVALID = {  # test_schemas.py has the rules
-    "array": ([], ["_schema"]),
     "surrogate as a name": ({"\ud800": 1}, ["\ud800"]),
     "infinite": ({"location": POINT | {"coordinates": [1e999, 0]}}, ["location"]),
-    "several": ({"name": 1, "postal_code": 2, "x": 3}, ["name", "postal_code", "x"]),
 }
 
 
@@ -489,18 +478,12 @@ def test_create_app_opens_no_database(folder):
     assert {file: file.read_bytes() for file in folder.iterdir()} == before
 
 
-def test_health_is_told_without_a_token(app):
+def test_health_is_told_without_a_token_until_the_database_is_lost(app, database):
     client = app.test_client()
-    for method in ("GET", "HEAD"):
-        answer = client.open("/health", method=method)
-        assert answer.status_code == 200
-        assert answer.headers["Cache-Control"] == "no-store"
-    assert client.get("/health").json == {"status": "ok"}
-
-
-def test_health_fails_once_the_database_is_lost(app, database):
-    client = app.test_client()
-    assert client.get("/health").status_code == 200
+    answer = client.get("/health")
+    assert (answer.status_code, answer.json) == (200, {"status": "ok"})
+    assert answer.headers["Cache-Control"] == "no-store"
+    assert client.head("/health").status_code == 200
     os.remove(database)
     answer = client.get("/health")
     assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5")
