@@ -106,16 +106,6 @@ def test_each_connection_syncs_its_commits_and_checks_references(store):
 # Its file
 
 
-def test_folder_is_created_only_where_it_may_be(tmp_path):
-    path = str(tmp_path / "new/folder/gardening.db")
-    with pytest.raises(Unavailable, match=f"^No such file or directory: {path}$"):
-        SQLite(path).create_database()
-    assert os.listdir(tmp_path) == []
-    with closing(SQLite(path, makes_folder=True)) as engine:
-        engine.create_database()
-    assert os.path.exists(path)
-
-
 def test_stores_may_create_a_missing_file_at_once(tmp_path):
     """Often, as a window between two looks at it is small."""
     for number in range(40):
