@@ -82,7 +82,6 @@ def test_fixture_of_a_service_that_does_not_start_says_why(
 
 ENDS = {
     "SIGKILL": ("1 failed, 2 passed, 2 errors", "\nE .*The service has ended", 2),
-    "SIGTERM": ("1 failed, 2 passed, 2 errors", "\nE .*The service has ended", 2),
     "SIGSTOP": ("1 failed, 2 passed, 2 errors", "\nE .*TimeoutExpired", 1),
 }
 

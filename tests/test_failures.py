@@ -3,7 +3,6 @@
 import http.client
 import json
 import os
-import socket
 import sqlite3
 import time
 from collections import Counter
@@ -12,7 +11,6 @@ from contextlib import closing
 import pytest
 
 from helpers.running import (
-    LIMIT,
     PROJECTS,
     Client,
     at_once,
@@ -90,18 +88,6 @@ def test_slow_request_waits_as_long_as_planned(failing, failure, seconds):
     started = time.monotonic()
     assert client.call("GET", PROJECTS) == (200, [])
     assert seconds <= time.monotonic() - started < seconds + 2
-
-
-@pytest.mark.parametrize("failure", ["dropped", "lost"])
-@pytest.mark.parametrize("size", [2, 60_000, 1_000_000])
-def test_connection_closes_without_a_byte(gardening_service, failure, size):
-    token = gardening_service.issue_token(fail=[failure])
-    port = int(gardening_service.url.rpartition(":")[2])
-    head = f"POST {PROJECTS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    head += f"Authorization: Bearer {token}\r\nContent-Length: {size}\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", port), timeout=LIMIT) as connection:
-        connection.sendall(head.encode() + b"{}".rjust(size))
-        assert connection.recv(1) == b""
 
 
 def test_each_request_takes_one_failure_whatever_its_path(failing):
