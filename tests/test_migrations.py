@@ -100,18 +100,6 @@ def test_older_database_is_brought_up_to_date(older, open_store):
     assert older.execute("SELECT * FROM part").fetchall() == []
 
 
-def test_account_that_lost_its_last_project_is_brought_up_to_date(older, open_store):
-    older.execute("DELETE FROM project WHERE account = 'bob é'")
-    store = open_store()
-    assert [account.name for account in store.list_accounts()] == [
-        "ann",
-        "bob é",
-        "eve",
-    ]
-    created = store.create_project("bob é", {})
-    assert store.list_projects("bob é").document == b"[" + created.document + b"]"
-
-
 def test_database_that_was_brought_up_to_date_is_like_a_new_one(
     older, open_store, another_database
 ):
