@@ -146,17 +146,13 @@ class Services:
     def history(self, token, *faults):
         """What clients call while one of the faults happens after the other."""
 
-        rounds = []
-
         def cause():
-            rounds.append(faults)
             for fault in faults:
                 fault()
                 time.sleep(0.5)  # without a fault
 
         calls = record(self.ports, [token], cause)
         figures = Counter((call.method, call.status) for call in calls)
-        print(len(calls), "calls,", len(rounds), "times all faults:", figures)
         assert len(calls) > 200 and figures["PUT", 200] > 50
         assert all(process.poll() is None for process in self.processes)
         return calls
