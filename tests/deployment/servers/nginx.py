@@ -45,12 +45,10 @@ def add_http_2(snippets: Path, program: str | Path | None = PROGRAM) -> str:
 
 
 class Proxy(NamedTuple):
-    """The ports of a running nginx; those of IPv6 are 0 where the machine has none."""
+    """The ports of a running nginx."""
 
     plain_port: int
-    plain_port_of_ipv6: int
     port: int  # of https
-    port_of_ipv6: int
     log: Path
 
 
@@ -99,21 +97,13 @@ def proxy(
 
         def listen(found: re.Match[str]) -> str:
             """The line for a port that is already bound."""
-            host, family = "127.0.0.1", socket.AF_INET
-            if found[1]:
-                host, family = "::1", socket.AF_INET6
-            try:
-                listener = socket.create_server((host, 0), family=family)
-            except OSError:
-                ports.append(0)
-                return ""
-            listeners.enter_context(listener)
+            listener = listeners.enter_context(socket.create_server(("127.0.0.1", 0)))
             ports.append(listener.getsockname()[1])
             descriptors.append(listener.fileno())
-            address = found[1] and "[::1]:" or "127.0.0.1:"
-            return f"listen {address}{ports[-1]}{found[2]};"
+            return f"listen 127.0.0.1:{ports[-1]}{found[1]};"
 
-        configuration = re.sub(r"\blisten (\[::\]:)?\d+(.*?);", listen, configuration)
+        configuration = re.sub(r"\blisten \[::\]:.*?;", "", configuration)
+        configuration = re.sub(r"\blisten \d+(.*?);", listen, configuration)
         user = "user root;" if os.getuid() == 0 else ""
         framed = FRAME.format(folder=folder, user=user, configuration=configuration)
         (folder / "nginx.conf").write_text(framed)
