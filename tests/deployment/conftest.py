@@ -2,7 +2,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from deployment.servers.pgserver import emptying, start_pgserver
+from deployment.servers.pgserver import start_pgserver
 from helpers.running import run
 
 
@@ -20,28 +20,19 @@ def postgresql_to_break():
         yield postgresql_to_break
 
 
-@pytest.fixture(scope="session")
-def shared_postgresql(pgserver):
-    """The URL of a database, and a function that empties it for the next test."""
+@pytest.fixture
+def postgresql(pgserver):
+    """The URL of an empty PostgreSQL database, whose settings a test may change."""
     database = pgserver.create_database()
-    with emptying(database) as empty:
-        yield database, empty
-
-
-@pytest.fixture
-def postgresql(shared_postgresql):
-    """The URL of an empty PostgreSQL database."""
-    database, empty = shared_postgresql
     yield database
-    empty()
+    pgserver.drop_database(database)
 
 
 @pytest.fixture
-def new_postgresql(pgserver):
-    """The URL of an empty database that is nobody else's: a test may change its settings."""
-    new_postgresql = pgserver.create_database()
-    yield new_postgresql
-    pgserver.drop_database(new_postgresql)
+def another_postgresql(pgserver):
+    database = pgserver.create_database()
+    yield database
+    pgserver.drop_database(database)
 
 
 @pytest.fixture

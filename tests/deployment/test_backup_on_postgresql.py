@@ -25,8 +25,8 @@ def database(postgresql):
 
 
 @pytest.fixture
-def target(new_postgresql):
-    return new_postgresql
+def target(another_postgresql):
+    return another_postgresql
 
 
 def test_terminal_shows_how_far_a_backup_is(store, filled, database, file):

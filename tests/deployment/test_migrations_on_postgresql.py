@@ -11,5 +11,5 @@ def database(postgresql):
 
 
 @pytest.fixture
-def another_database(new_postgresql):
-    return new_postgresql
+def another_database(another_postgresql):
+    return another_postgresql

