@@ -104,15 +104,6 @@ def test_both_conditions_must_hold(client, project, project_url):
         assert client.put(project_url, json={}, headers=headers).status_code == 412
 
 
-def test_deleted_project_is_gone(client, project_url):
-    response = client.delete(project_url)
-    assert (response.status_code, response.data) == (204, b"")
-    assert "Content-Type" not in response.headers
-    for again in (client.get, client.delete):
-        assert again(project_url).status_code == 404
-    assert client.get(PROJECTS).json == []
-
-
 def test_another_accounts_project_is_not_found(sign_in, project, project_url):
     stranger, owner = sign_in("bob"), sign_in("ann2")
     for method in ("GET", "PUT", "DELETE"):
@@ -232,15 +223,6 @@ def test_longest_texts_fit_into_a_body(client):
     assert "name" in texts
 
 
-@pytest.mark.parametrize("field", ["name", "location", "unknown"])
-def test_deeply_nested_body_is_refused(client, field):
-    """As no JSON, or, since Python 3.14 reads it, as a wrong field."""
-    body = f'{{"{field}": {"[" * 30_000}{"]" * 30_000}}}'
-    response = client.post(PROJECTS, data=body, content_type="application/json")
-    assert response.status_code == (422 if "errors" in response.json else 400)
-    assert {*response.json.get("errors", [field])} == {field}
-
-
 def post_stream(client, stream, **environ):
     return client.post(
         PROJECTS,
@@ -274,24 +256,13 @@ def test_body_with_a_content_coding_is_refused(client, coding, status):
         assert "Content-Encoding" in response.json["detail"]
 
 
-INVALID = {  # test_schemas.py has the rules
-    "surrogate as a name": ({"\ud800": 1}, ["\ud800"]),
-    "infinite": ({"location": POINT | {"coordinates": [1e999, 0]}}, ["location"]),
-}
-
-
-@pytest.mark.parametrize("body, fields", INVALID.values(), ids=INVALID)
 @pytest.mark.parametrize("method", ["POST", "PUT"])
-def test_invalid_project_changes_nothing(
-    client, project, project_url, method, body, fields
-):
+def test_invalid_project_changes_nothing(client, project, project_url, method):
+    """test_schemas.py has the rules."""
     address = PROJECTS if method == "POST" else project_url
-    text = json.dumps(body).replace("Infinity", "1e999")
-    response = client.open(
-        address, method=method, data=text, content_type="application/json"
-    )
+    response = client.open(address, method=method, json={"name": 1, "\ud800": 2})
     assert response.status_code == 422
-    assert sorted(response.json["errors"]) == fields
+    assert sorted(response.json["errors"]) == ["name", "\ud800"]
     assert client.get(PROJECTS).json == [project]
 
 
@@ -345,10 +316,7 @@ ERRORS = [
     ("GET", PROJECTS.replace("/v1", "//v1"), {}, 404),
     ("GET", f"{PROJECTS}/%00%ff", {}, 404),
     ("GET", MISSING, {}, 404),
-    ("PUT", MISSING, {"json": {}}, 404),
-    ("DELETE", MISSING, {}, 404),
     ("PATCH", PROJECTS, {}, 405),
-    ("POST", MISSING, {}, 405),
     ("POST", PROJECTS, {}, 415),
     ("POST", PROJECTS, {"data": "{}", "content_type": "text/plain"}, 415),
     ("POST", PROJECTS, {"data": "{", "content_type": "application/json"}, 400),
@@ -458,10 +426,6 @@ def test_setting_that_names_no_database_is_refused_without_its_password(
     with pytest.raises(ValueError) as refusal:
         create_app({"DATABASE": setting})
     assert str(refusal.value) == f"FLASK_DATABASE must be {forms}"
-    environment = os.environ | {"FLASK_DATABASE": setting}
-    for command in (["token", "list"], ["run", "--port=0"]):
-        ended = run(BIN / "flask", *command, environment=environment, status=1)
-        assert ended.stderr == f"Error: {refusal.value}\n"
     assert list(folder.iterdir()) == []
 
 
