@@ -101,18 +101,6 @@ def test_end_of_the_service_is_told_with_its_log(
     assert len(re.findall(reason, printed)) == times
 
 
-def test_fixture_refuses_what_cannot_be_an_account(gardening_service):
-    with pytest.raises(ValueError, match="1 to 255 printable"):
-        gardening_service.issue_token("")
-    assert gardening_service.issue_token(account="ann")
-
-
-def test_fixture_refuses_a_plan_that_is_a_string(gardening, gardening_service):
-    for service in (gardening, gardening_service):
-        with pytest.raises(ValueError, match="'fail': .*Not a valid list"):
-            service.issue_token(fail="lost")
-
-
 def test_fixture_plans_failures_and_has_the_requests(gardening, gardening_service):
     gardening.plan(["502", "429"])
     gardening.plan(("429",))
