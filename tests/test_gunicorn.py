@@ -17,11 +17,11 @@ from helpers.running import (
     BIN,
     LIMIT,
     PROJECTS,
+    ROOT,
     TWO_WORKERS,
     Client,
     environment_of,
     gunicorn,
-    port_of,
     run,
     store_on,
     token_on,
@@ -55,6 +55,7 @@ def test_environment_sets_the_address_and_the_number_of_workers(environment):
     assert settings["workers"] == str(2 * os.cpu_count())
     # What the pages say of it, and no request shows.
     assert (settings["threads"], settings["keepalive"]) == ("2", "75")
+    assert "keepalive_timeout 60s;" in (ROOT / "deploy/nginx.conf").read_text()  # less
     assert settings["control_socket_disable"] == "True"
     changes = {"GARDENING_BIND": "0.0.0.0:8080", "WEB_CONCURRENCY": "3"}
     settings = set_up(environment, **changes)
@@ -175,19 +176,18 @@ def receive(stream):
 
 
 @pytest.mark.parametrize("chunked", [False, True], ids=["length", "chunked"])
-@pytest.mark.parametrize("program", ["gunicorn", "test service"])
 def test_unread_body_leaves_the_connection_usable_or_announces_its_end(
-    shared, shared_token, gardening, program, chunked
+    shared, shared_token, chunked
 ):
-    port, token = shared.port, shared_token
-    if program == "test service":
-        port, token = port_of(gardening.url), gardening.token
     for status, size in [*MIX, (413, 65_537), (413, 100_000), (413, 1_000_000)]:
         method, path, signed, kind = UNREAD.get(status, UNREAD[415])
         kind = "application/json" if status == 413 else kind
         headers = [f"Content-Type: {kind}"]
-        headers += [f"Authorization: Bearer {token}"] * signed
-        with open_connection(port) as connection, connection.makefile("rb") as stream:
+        headers += [f"Authorization: Bearer {shared_token}"] * signed
+        with (
+            open_connection(shared.port) as connection,
+            connection.makefile("rb") as stream,
+        ):
             send(connection, method, path, headers, size, chunked)
             found, responded = receive(stream)
             assert found == status

@@ -1,10 +1,8 @@
 """The service as it is run: real servers, real processes, a real disk, and their faults."""
 
 import http.client
-import json
 import os
 import signal
-import socket
 import sqlite3
 import sys
 from contextlib import ExitStack, closing, suppress
@@ -19,7 +17,6 @@ from helpers.running import (
     PROJECTS,
     TWO_WORKERS,
     Client,
-    flask,
     flask_run,
     gunicorn,
     replaced,
@@ -41,23 +38,8 @@ def test_token_revoked_by_command_is_invalid_in_every_worker(environment, token)
                 return {client.call("GET", PROJECTS)[0] for client in clients}
 
         assert statuses() == {200}
-        flask("token", "revoke", "1", environment=environment)
+        run(BIN / "flask", "token", "revoke", "1", environment=environment)
         assert statuses() == {401}
-
-
-def test_accepted_request_gets_its_response_after_sigterm(environment, token):
-    with gunicorn(environment) as (process, port):
-        body = json.dumps({"name": "Park"}).encode()
-        head = f"POST {PROJECTS} HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n"
-        head += f"Authorization: Bearer {token}\r\nContent-Type: application/json\r\n"
-        head += f"Content-Length: {len(body)}\r\n\r\n"
-        with socket.create_connection(("127.0.0.1", port), LIMIT) as connection:
-            connection.sendall(head.encode())
-            assert connection.recv(1000).startswith(b"HTTP/1.1 100")
-            process.terminate()
-            connection.sendall(body)
-            assert connection.recv(1000).startswith(b"HTTP/1.1 201")
-        assert process.wait(LIMIT) == 0
 
 
 @pytest.mark.parametrize(
@@ -147,7 +129,7 @@ def test_service_that_is_stopped_leaves_nothing_beside_a_replaced_file(
     with gunicorn(environment, TWO_WORKERS) as (process, port):
         with Client(port, token) as client:
             client.call("POST", PROJECTS, {"name": "in the backup"})
-            flask("backup", str(backup), environment=environment)
+            run(BIN / "flask", "backup", backup, environment=environment)
             for _ in range(20):
                 client.call("POST", PROJECTS, {"name": "after the backup"})
         os.rename(backup, database)

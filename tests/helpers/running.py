@@ -74,11 +74,6 @@ def replaced(text, changes):
     return text
 
 
-def flask(*arguments, environment, **options):
-    """What a command of the service prints."""
-    return run(BIN / "flask", *arguments, environment=environment, **options).stdout
-
-
 def store_on(database, clock=time.time):
     """A store on this path or URL, which has opened and created nothing yet."""
     engine = SQLite
