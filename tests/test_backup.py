@@ -7,7 +7,6 @@ import re
 import shutil
 import sqlite3
 import subprocess
-import sys
 import threading
 from contextlib import closing, suppress
 from pathlib import Path
@@ -29,7 +28,6 @@ from helpers.running import (
     environment_of,
     run,
     store_on,
-    wait_for,
 )
 from helpers.stores import is_sqlite
 from store import KeyReused, KeySpent, Page
@@ -247,38 +245,6 @@ def test_restore_into_a_filled_database_is_refused(
     with pytest.raises(Unavailable, match="^the database to fill is not empty$"):
         restore(target_store.engine, file)
     assert everything(target_store) == before
-
-
-RESTORE = f"""
-import signal, sys
-from engines import backup, engine_on
-signal.alarm({LIMIT})
-def wait():
-    print("filled", flush=True)
-    yield sys.stdin.read()
-backup.RECOUNT = wait()
-backup.restore(engine_on(sys.argv[1], ""), sys.argv[2])
-"""
-
-
-def test_restore_that_is_killed_leaves_the_database_empty(
-    source, file, target, target_store, tmp_path
-):
-    backup(source.engine, file)
-    script = [sys.executable, "-c", RESTORE, target, file]
-    options = {"cwd": ROOT, "env": os.environ | {"TMPDIR": str(tmp_path)}}
-    pipe = subprocess.PIPE
-    with subprocess.Popen(script, **options, stdin=pipe, stdout=pipe) as process:
-        assert process.stdout.readline() == b"filled\n"
-        process.kill()
-
-    def restored():
-        with suppress(Unavailable):  # until the server knows that the process is gone
-            restore(target_store.engine, file)
-            return True
-
-    wait_for(restored)
-    assert sum(account.projects for account in target_store.list_accounts()) == 19
 
 
 # What may be wrong with a backup, and what SQLite's refusal says, or that of PostgreSQL.
