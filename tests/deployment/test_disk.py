@@ -51,13 +51,6 @@ def test_command_says_that_its_outcome_is_unknown(store, database):
     assert ended.stderr == f"Error: disk I/O error: {database}; {hint}\n"
 
 
-def test_read_that_the_disk_failed_leaves_nothing_in_doubt(store, park, database):
-    store.close()
-    fault = [*STRACE, "inject=pread64:error=EIO", "-P", database]
-    printed = attempt(database, "read(store)", *fault)
-    assert printed == f"Unavailable disk I/O error: {database}\n"
-
-
 def test_full_disk_stops_writes_until_there_is_room(mount, tmp_path):
     disk = tmp_path / "disk"
     mount(disk, "1m")
