@@ -710,10 +710,6 @@ def test_copy_of_litestream_loses_a_second_at_most(machine, empty_account, lites
     restore = block("Restore", page=LITESTREAM)
     newest = machine.paste(block("Watch", "ltx", page=LITESTREAM)).split()[-1]
     assert newest > moment
-    # In how many fifths of the two seconds it has copied: all, or on a busy machine fewer.
-    copied = "find /var/backups/gardening-litestream -path '*/0/*' -printf '%C@\\n'"
-    copies = [float(time) for time in machine.paste(copied).split()]
-    assert len({int(5 * time) for time in copies if time > float(times[0])}) > 6
     assert version(restore) > len(safe)
     earlier = f" -timestamp {moment} -o restored.db"
     assert version(restore.replace(" -o restored.db", earlier)) == 1
