@@ -129,7 +129,6 @@ def test_upgrade_that_fails_changes_nothing(plain_sql, open_store):
 
 NEWER = SCHEMA_VERSION + 1
 REFUSED = {
-    1: "made before release 2.0.0; start release 2.1.0 on it first",
     2: "made before release 2.0.0; start release 2.1.0 on it first",
     NEWER: "made by a newer release",
     "theirs": "made by another program",

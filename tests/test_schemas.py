@@ -112,10 +112,7 @@ def test_every_wrong_field_is_named_at_its_place():
     [
         ({"page": "0"}, 0, 20, None),
         ({"size": "1"}, 0, 1, None),
-        ({"page": "7", "size": "1000"}, 7, 1000, None),
-        ({"page": str(2**53 - 1)}, 2**53 - 1, 20, None),
         ({"after": "0"}, 0, 20, 0),
-        ({"after": str(2**53 - 1)}, 0, 20, 2**53 - 1),
     ],
 )
 def test_page_and_size_have_defaults(query, page, size, after):
