@@ -479,3 +479,11 @@ def test_fork_takes_no_connection_along(store, database, plain_sql):
     reason = f"opened before this process forked: {database}\n"
     assert told == (reason if is_sqlite(plain_sql) else "")
     assert len(listed(store)) == (2 if is_sqlite(plain_sql) else 3)
+
+
+def test_check_reads_the_database(store, plain_sql):
+    store.check()
+    plain_sql.execute("ALTER TABLE token RENAME TO lost")
+    store.close()  # PostgreSQL's prepared statements
+    with pytest.raises(Exception, match="token"):
+        store.check()
