@@ -454,6 +454,11 @@ def test_health_is_told_without_a_token_until_the_database_is_lost(app, database
     assert database not in answer.text
 
 
+def test_empty_maximum_means_the_default(monkeypatch):
+    monkeypatch.setenv("GARDENING_MAX_PROJECTS", "")
+    assert create_app({"DATABASE": ":memory:"}).config["MAX_PROJECTS"] == 100_000
+
+
 @pytest.mark.parametrize("setting", ["0", "-1", "x", "1.5", "9" * 19, "１"])
 def test_maximum_that_is_no_positive_number_is_refused(tmp_path, monkeypatch, setting):
     told = "GARDENING_MAX_PROJECTS must be a whole number from 1 to 10**18 - 1"
