@@ -227,9 +227,8 @@ class PostgreSQL(Engine):
             return None
         poll = select.poll()
         poll.register(connection, select.POLLIN)
-        if poll.poll(
-            0
-        ):  # something came unasked: nearly always, that the server closes
+        # Something came unasked: nearly always, that the server closes.
+        if poll.poll(0):
             connection.close()
             return None
         connection.start_request()

@@ -417,6 +417,7 @@ def test_prefix_is_taken_off_an_address(folder, monkeypatch, prefix, address, st
         "host=db1 dbname=gardening password=Qz7wXk",
         "postgresql:/u:Qz7wXk@127.0.0.1/db",
         "mysql://u:Qz7wXk@127.0.0.1/db",
+        "postgres//u:Qz7wXk@127.0.0.1/db",
     ],
 )
 def test_setting_that_names_no_database_is_refused_without_its_password(
