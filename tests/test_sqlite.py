@@ -12,7 +12,6 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from engines.backup import backup, restore
 from engines.base import Breaker, OutcomeUnknown, Unavailable
 from engines.sqlite import SQLite, SQLiteConnection
 from helpers.running import (
@@ -221,16 +220,6 @@ def test_write_that_met_the_removal_of_its_file_is_in_doubt(
             os.remove(database)
         with pytest.raises(OutcomeUnknown, match="the database file was removed"):
             write.result(LIMIT)
-
-
-def test_restore_needs_no_room_in_the_temporary_folder(
-    store, park, another_database, open_store, tmp_path, monkeypatch
-):
-    backup(store.engine, f"{tmp_path}/backup")
-    monkeypatch.setattr("tempfile.tempdir", f"{tmp_path}/none")
-    restored = open_store(another_database)
-    restore(restored.engine, f"{tmp_path}/backup")
-    assert listed(restored) == [read(park)]
 
 
 # In memory
