@@ -244,18 +244,16 @@ def test_stuck_writer_holds_up_neither_writers_nor_readers_for_long(
 
 
 @pytest.mark.parametrize(
-    "framing, body, status",
+    "framing, body",
     [
-        ("Content-Length: 100", b"{}", b"400"),
-        ("Transfer-Encoding: chunked", b"5\r\n{}", b"400"),
-        ("Transfer-Encoding: chunked", b"zz\r\n{}\r\n0\r\n\r\n", b"400"),
-        ("Transfer-Encoding: chunked", b"2\r\n{}\r\n0\r\n\r\n", b"201"),
+        ("Content-Length: 100", b"{}"),
+        ("Transfer-Encoding: chunked", b"5\r\n{}"),
+        ("Transfer-Encoding: chunked", b"zz\r\n{}\r\n0\r\n\r\n"),
     ],
-    ids=["ends early", "chunk ends early", "chunk without a size", "whole chunks"],
+    ids=["ends early", "chunk ends early", "chunk without a size"],
 )
-def test_body_must_be_whole(shared, framing, body, status):
-    account = f"of {framing} {body!r}"
-    token = token_on(shared.database, account)
+def test_body_must_be_whole(shared, framing, body):
+    token = token_on(shared.database, f"of {framing} {body!r}")
     head = [f"POST {PROJECTS} HTTP/1.1", "Host: x", "Content-Type: application/json"]
     head += [f"Authorization: Bearer {token}", framing, "", ""]
     with open_connection(shared.port) as connection:
@@ -263,7 +261,7 @@ def test_body_must_be_whole(shared, framing, body, status):
         connection.shutdown(socket.SHUT_WR)
         with connection.makefile("rb") as stream:
             received = stream.read()
-    assert received.startswith(b"HTTP/1.1 " + status)
-    assert (b"The body ended early" in received) == (status == b"400")
+    assert received.startswith(b"HTTP/1.1 400")
+    assert b"The body ended early" in received
     with Client(shared.port, token) as client:
-        assert len(client.call("GET", PROJECTS)[1]) == (status == b"201")
+        assert client.call("GET", PROJECTS) == (200, [])

@@ -107,17 +107,10 @@ def test_every_wrong_field_is_named_at_its_place():
     assert set(found["location"]["coordinates"]) == {0, 1}
 
 
-@pytest.mark.parametrize(
-    "query, page, size, after",
-    [
-        ({"page": "0"}, 0, 20, None),
-        ({"size": "1"}, 0, 1, None),
-        ({"after": "0"}, 0, 20, 0),
-    ],
-)
-def test_page_and_size_have_defaults(query, page, size, after):
-    loaded = schemas.PAGE.load(query)
-    assert loaded == {"page": page, "size": size, "after": after}
+def test_page_and_size_have_defaults():
+    defaults = {"page": 0, "size": 20, "after": None}
+    for name in defaults:
+        assert schemas.PAGE.load({name: "1"}) == defaults | {name: 1}
 
 
 NO_NUMBERS = ["", "-1", "1.5", "1_0", " 1", "1\n", "١", "9" * 5000]
@@ -137,10 +130,7 @@ def test_size_is_a_number_from_1_to_1000(value):
 @pytest.mark.parametrize(
     ("coordinates", "told"),
     [
-        (None, ["Field may not be null."]),
         ("12", ["Not a valid array."]),
-        ({"0": 1, "1": 2}, ["Not a valid array."]),
-        ([1], ["Length must be 2."]),
         ([float("inf"), 0], {0: ["Must be a finite number."]}),
     ],
 )
