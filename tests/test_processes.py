@@ -96,9 +96,8 @@ def test_second_use_in_a_process_loses_no_acknowledged_write(database):
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP], ids=["kill", "HUP"])
 def test_worker_that_starts_without_the_file_says_so_and_creates_none(
-    environment, token, database, number
+    environment, token, database
 ):
     with gunicorn(environment) as (process, port):
 
@@ -111,7 +110,7 @@ def test_worker_that_starts_without_the_file_says_so_and_creates_none(
         away = f"{database}-away"
         for suffix in ("", "-wal"):  # beside which no file would be created
             os.rename(database + suffix, away + suffix)
-        os.kill(worker if number == signal.SIGKILL else process.pid, number)
+        os.kill(worker, signal.SIGKILL)
         wait_for(lambda: workers(process.pid) not in ([], [worker]))
         wait_for(lambda: status() == 503)
         assert not os.path.exists(database)
