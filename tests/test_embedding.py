@@ -11,19 +11,21 @@ from helpers import running
 from helpers.running import LIMIT, ROOT
 from helpers.stores import lasts
 from helpers.testservice import (
-    HOSTILE,
     call_projects,
     processes_still_running,
     refuses,
 )
 from testservice.gardening_service import client, run
 
+# What a user may have set, and what is not for the service.
+THEIRS = {"GARDENING_MAX_PROJECTS": "theirs", "WEB_CONCURRENCY": "theirs"}
+
 
 @pytest.fixture
 def their_environment(tmp_path_factory):
     """Settings that are theirs; fails if, after the test, anything of ours is left."""
     place, mark = tmp_path_factory.mktemp("place"), str(uuid.uuid4())
-    theirs = os.environ | HOSTILE | {"TMPDIR": str(place), "MARK": mark}
+    theirs = os.environ | THEIRS | {"TMPDIR": str(place), "MARK": mark}
     theirs.pop("PYTHONDONTWRITEBYTECODE", None)  # or each run compiles pytest anew
     yield theirs
     assert processes_still_running(mark) == []
@@ -51,7 +53,8 @@ def test_service_that_has_ended_says_so_at_the_next_call_and_at_the_end():
             service.with_new_account()
 
 
-def test_log_is_on_standard_error_which_pytest_shows(capfd):
+def test_log_is_on_standard_error_which_pytest_shows(monkeypatch, capfd):
+    monkeypatch.setenv("FLASK_DEBUG", "1")  # theirs, which would change the response
     with run() as service:
         assert call_projects(service.url, service.issue_token(fail=["500"]))[0] == 500
     assert "RuntimeError: planned for this token" in capfd.readouterr().err

@@ -1,23 +1,13 @@
 """The test service as its users have it: a command among theirs, and what it leaves."""
 
+import errno
 import json
 import shutil
 import socket
 from contextlib import suppress
 from pathlib import Path
 
-from helpers.running import LIMIT, PROJECTS, ROOT, Client, port_of, wait_for
-
-HOSTILE = {  # settings of a user, which are not for the service
-    "FLASK_DATABASE": "/no/such/folder/theirs.db",
-    "FLASK_DEBUG": "1",
-    "FLASK_MAX_CONTENT_LENGTH": "1",
-    "FLASK_RUN_PORT": "theirs",
-    "GARDENING_BIND": "theirs",
-    "GUNICORN_CMD_ARGS": "--bind=theirs --workers=9",
-    "PGHOST": "theirs",
-    "WEB_CONCURRENCY": "theirs",
-}
+from helpers.running import PROJECTS, ROOT, Client, port_of, wait_for
 
 
 def connect(url, token=""):
@@ -67,14 +57,10 @@ def processes_still_running(mark):
 
 def refuses(url):
     """Whether the port is closed, as soon as whoever still listens has ended."""
-    host, port = url.removeprefix("http://").split(":")
 
     def is_closed():
-        try:
-            socket.create_connection((host, port), timeout=LIMIT).close()
-        except ConnectionRefusedError:
-            return True
-        except ConnectionResetError:
-            return False
+        with socket.socket() as client:
+            address = ("127.0.0.1", port_of(url))
+            return client.connect_ex(address) == errno.ECONNREFUSED
 
     return wait_for(is_closed)
