@@ -153,15 +153,12 @@ def copy_rows(source: Engine, target: Engine, progress: Progress) -> None:
             if writer.fetch(f"SELECT 1 FROM {table} LIMIT 1", {}):
                 raise Unavailable("the database to fill is not empty")
         for table, columns in COLUMNS.items():
-            if (
-                table == "account"
-            ):  # SQLite's triggers have filled it along with `project`
+            if table == "account":  # which SQLite's triggers have filled
                 writer.fetch("DELETE FROM account", {})
             [(count,)] = reader.fetch(f"SELECT count(*) FROM {table}", {})
             select = f"SELECT {', '.join(columns)} FROM {table}"
-            show = (
-                progress if table == "project" else no_progress
-            )  # the others are short
+            # The other tables are short.
+            show = progress if table == "project" else no_progress
             # Closed before its connection, also after a row that was refused.
             with closing(show(reader.stream(select), count)) as shown:
                 writer.insert(table, columns, shown)
