@@ -17,7 +17,7 @@ import socket
 import sys
 from urllib.parse import urlsplit
 
-IGNORED_PREFIXES = ("FLASK_", "GARDENING_", "GUNICORN_", "WEB_CONCURRENCY")
+IGNORED_PREFIXES = ("FLASK_", "GARDENING_", "WEB_CONCURRENCY")
 HELP = (
     "install the service with its dependencies, or set GARDENING_TEST_SERVICE "
     "to the command of an environment that has them"
