@@ -266,8 +266,6 @@ class Engine(ABC):
 
 def close_idle(idle: dict[int, list[Connection]]) -> None:
     """Close this process's connections."""
-    with suppress(
-        IndexError
-    ):  # raised once there is none; other threads may take some, too
+    with suppress(IndexError):  # none is left; other threads may take some, too
         while True:
             idle[os.getpid()].pop().close()
