@@ -8,7 +8,6 @@ from test_backup import (
     target_store,
     test_restore_into_a_filled_database_is_refused,
     test_restored_database_is_the_same_and_goes_on,
-    test_seq_of_a_deleted_project_is_not_given_again,
 )
 
 

@@ -1,7 +1,6 @@
 """PostgreSQL passes the tests of tests/test_backup.py, from one database to another."""
 
 import os
-import shutil
 import sqlite3
 import sys
 from contextlib import closing
@@ -9,10 +8,7 @@ from contextlib import closing
 import pytest
 
 from deployment.servers.pgserver import silence
-from deployment.test_disk import (
-    test_copy_is_beside_the_data_and_not_in_tmp,
-    test_full_disk_leaves_no_half_backup,
-)
+from deployment.test_disk import test_full_disk_leaves_no_half_backup
 from engines.backup import backup, restore
 from engines.base import Unavailable
 from helpers.running import run
@@ -88,11 +84,3 @@ def test_backup_does_not_hold_a_table_in_memory(store, plain_sql, database, file
     ended = run(sys.executable, "-c", BACK_UP, database, file)
     assert os.path.getsize(file) > 40_000_000
     assert int(ended.stdout) < 20_000  # KiB
-
-
-# In place of the imported test: SQLite keeps it.
-def test_u0000_of_an_older_release_is_kept(filled, target, tmp_path):
-    file = shutil.copy(filled, tmp_path)
-    spoil(file, "UPDATE project SET name = 'a' || char(0)")
-    told = run_command(target, "restore", file, status=1)
-    assert "NUL" in told and told.count("\n") == 1

@@ -3,9 +3,7 @@
 import os
 import re
 import sqlite3
-import tempfile
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +17,7 @@ from helpers.running import (
     run,
     token_on,
 )
-from test_backup import file, filled, run_command, source
+from test_backup import file, run_command, source
 from test_sqlite import attempt
 
 STRACE = ["strace", "-f", "-qq", "-o", os.devnull, "-e"]
@@ -71,25 +69,6 @@ def test_full_disk_stops_writes_until_there_is_room(mount, tmp_path):
         assert client.call("POST", PROJECTS, body)[0] == 201
     with closing(sqlite3.connect(database)) as connection:
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
-
-
-def test_copy_is_beside_the_data_and_not_in_tmp(
-    source, database, filled, mount, tmp_path, monkeypatch
-):
-    """On Debian 13, /tmp is memory."""
-    tmp, small = tmp_path / "tmp", tmp_path / "small"
-    mount(tmp, "16k")
-    mount(small, "32k")
-    monkeypatch.setenv("TMPDIR", str(tmp))
-    monkeypatch.setattr(tempfile, "tempdir", None)  # what Python remembers of it
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    run_command(database, "backup", str(folder / "backup.db"))
-    run_command(str(folder / "restored.db"), "restore", str(folder / "backup.db"))
-    told = run_command(str(small / "x.db"), "restore", filled, status=1)
-    copy = f"{small}/gardening-.*.partial/copy"
-    assert re.fullmatch(f"Error: database or disk is full: {copy}\n", told)
-    assert list(tmp.iterdir()) == list(small.iterdir()) == []
 
 
 def test_full_disk_leaves_no_half_backup(source, database, mount, tmp_path):
