@@ -1,9 +1,7 @@
 """PostgreSQL passes the tests of tests/test_backup.py, from one database to another."""
 
 import os
-import sqlite3
 import sys
-from contextlib import closing
 
 import pytest
 
@@ -28,32 +26,6 @@ def target(another_postgresql):
 def test_terminal_shows_how_far_a_backup_is(store, filled, database, file):
     restore(store.engine, filled)
     assert "61/61" in printed_on_a_terminal(database, "backup", file, status=0)
-
-
-LONGER = 4.7  # seconds, than a request may wait for PostgreSQL
-SLOW_FILLING = f"""
-CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS
-    $$BEGIN PERFORM pg_sleep({LONGER}); RETURN NULL; END$$;
-CREATE TRIGGER slow BEFORE INSERT ON account EXECUTE FUNCTION slow()
-"""
-SLOW_READING = f"""
-ALTER TABLE account RENAME TO accounts;
-CREATE VIEW account AS SELECT accounts.* FROM accounts, pg_sleep({LONGER})
-"""
-
-
-def test_restore_may_take_longer_than_a_request(store, plain_sql, filled):
-    plain_sql.execute(SLOW_FILLING)
-    restore(store.engine, filled)
-    assert [account.name for account in store.list_accounts()] == ["ann", "bob"]
-
-
-def test_backup_may_take_longer_than_a_request(store, plain_sql, file):
-    store.create_project("ann", {})
-    plain_sql.execute(SLOW_READING)
-    backup(store.engine, file)
-    with closing(sqlite3.connect(file)) as copy:
-        assert copy.execute("SELECT name FROM account").fetchall() == [("ann",)]
 
 
 def test_silence_of_the_server_is_not_blamed_on_the_file(
