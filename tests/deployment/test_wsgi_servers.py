@@ -3,8 +3,8 @@
 import os
 import subprocess
 import sys
+import threading
 from contextlib import contextmanager
-from http.client import HTTPException
 from urllib.parse import urljoin
 
 import pytest
@@ -18,46 +18,39 @@ from helpers.running import (
     Client,
     flask_run,
     gunicorn,
-    hold_port,
     port_of,
     run,
-    wait_for,
 )
 
-WAITRESS = "from waitress import serve; serve(create_app(), port={})"
+# Each prints its port once it listens.
+WAITRESS = """
+from waitress import create_server
+server = create_server(create_app(), host="127.0.0.1", port=0)
+print(server.effective_port, flush=True)
+server.run()
+"""
 CHEROOT = """
 from cheroot.wsgi import Server
-server = Server(("127.0.0.1", {}), create_app())
-server.safe_start()
+server = Server(("127.0.0.1", 0), create_app())
+server.prepare()
+print(server.bind_addr[1], flush=True)
+server.serve()
 """
 
 
 @contextmanager
 def python_server(script, environment):
     """The port of a server that this script starts."""
-    with hold_port() as holder:
-        port = holder.getsockname()[1]
-        command = [
-            sys.executable,
-            "-c",
-            f"from app import create_app\n{script.format(port)}",
-        ]
-        with subprocess.Popen(command, cwd=ROOT, env=environment) as process:
-            try:
-                wait_for(lambda: greets(port) or process.poll() is not None)
-                yield port
-            finally:
-                process.terminate()
-                process.wait(LIMIT)
-
-
-def greets(port):
-    """Whether it responds, without a use of the database."""
-    with Client(port, "none") as client:
+    command = [sys.executable, "-c", f"from app import create_app\n{script}"]
+    options = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **options) as process:
+        limit = threading.Timer(LIMIT, process.kill)
+        limit.start()
         try:
-            return client.fetch("GET", HELLO)[0] == 200
-        except (OSError, HTTPException):
-            return False
+            yield int(process.stdout.readline())
+        finally:
+            limit.cancel()
+            process.kill()
 
 
 @contextmanager
@@ -103,14 +96,11 @@ def test_contract_holds_with_a_prefix_under_any_server(environment, token, serve
         assert client.call("GET", projects)[0] == 401
 
 
-@pytest.mark.parametrize("server", ["gunicorn", "waitress"])
 def test_file_that_replaces_the_database_before_the_first_use_is_not_used(
-    environment, database, token, server
+    environment, database, token
 ):
     run(BIN / "flask", "backup", f"{database}-new", environment=environment)
-    with port_under(server, environment) as port:
-        wait_for(lambda: greets(port))
+    with python_server(WAITRESS, environment) as port, Client(port, token) as client:
         os.rename(f"{database}-new", database)
-        with Client(port, token) as client:
-            assert client.call("GET", "/health")[0] == 503
-            assert client.call("POST", PROJECTS, {})[0] == 503
+        assert client.call("GET", "/health")[0] == 503
+        assert client.call("POST", PROJECTS, {})[0] == 503
