@@ -76,11 +76,3 @@ def test_headers_name_the_named_origin_alone(tls_client, path, status):
         assert headers["Access-Control-Allow-Origin"] == (origin if named else None)
         exposed = names_in(headers, "Access-Control-Expose-Headers")
         assert exposed == (EXPOSED if named else set())
-
-
-def test_no_origin_is_named_without_the_file(gardening, tmp_path):
-    upstream = port_of(gardening.url)
-    with proxy(tmp_path, upstream) as nginx, TLSClient(nginx.port, "x") as client:
-        status, headers, _ = preflight(client, PROJECTS, "https://app.example.org")
-    assert status == 405
-    assert not [name for name in headers if name.startswith("Access-Control")]
