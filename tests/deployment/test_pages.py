@@ -80,13 +80,8 @@ def test_quick_start_runs_the_service(tmp_path):
     copy_service(repository)
     for file in ("constraints.txt", "requirements.txt"):
         shutil.copy(ROOT / file, repository)
-    git = ["git", "-c", "user.name=x", "-c", "user.email=x@example.org"]
-    for command in (
-        ["init", "--quiet"],
-        ["add", "."],
-        ["commit", "--quiet", "-m", "x"],
-    ):
-        run(*git, *command, folder=repository)
+    commit = "git -c user.name=x -c user.email=x@example.org commit --quiet -m x"
+    run("sh", "-ec", f"git init --quiet && git add . && {commit}", folder=repository)
     [script] = blocks("README.md", "Quick start")
     here = {
         "https://git.example.org/gardening.git": f"{repository} gardening",
