@@ -10,38 +10,36 @@ from urllib.parse import urljoin
 import pytest
 
 from helpers.openapi import HELLO
-from helpers.running import (
-    BIN,
-    LIMIT,
-    PROJECTS,
-    ROOT,
-    Client,
-    flask_run,
-    gunicorn,
-    port_of,
-    run,
-)
+from helpers.running import BIN, LIMIT, PROJECTS, ROOT, Client, run
 
 # Each prints its port once it listens.
-WAITRESS = """
+SERVERS = {
+    "waitress": """
 from waitress import create_server
 server = create_server(create_app(), host="127.0.0.1", port=0)
 print(server.effective_port, flush=True)
 server.run()
-"""
-CHEROOT = """
+""",
+    "cheroot": """
 from cheroot.wsgi import Server
 server = Server(("127.0.0.1", 0), create_app())
 server.prepare()
 print(server.bind_addr[1], flush=True)
 server.serve()
-"""
+""",
+    "werkzeug": """
+from werkzeug.serving import make_server
+server = make_server("127.0.0.1", 0, create_app(), threaded=True)
+print(server.port, flush=True)
+server.serve_forever()
+""",
+}
 
 
 @contextmanager
-def python_server(script, environment):
-    """The port of a server that this script starts."""
-    command = [sys.executable, "-c", f"from app import create_app\n{script}"]
+def serving(server, environment):
+    """The port of the service under this server."""
+    command = [sys.executable, "-c", f"from app import create_app\n{SERVERS[server]}"]
     options = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, **options) as process:
         limit = threading.Timer(LIMIT, process.kill)
@@ -53,24 +51,10 @@ def python_server(script, environment):
             process.kill()
 
 
-@contextmanager
-def port_under(server, environment):
-    if server == "gunicorn":
-        with gunicorn(environment) as (_, port):
-            yield port
-    elif server == "flask run":
-        with flask_run(environment) as (url, _):
-            yield port_of(url)
-    else:
-        script = WAITRESS if server == "waitress" else CHEROOT
-        with python_server(script, environment) as port:
-            yield port
-
-
-@pytest.mark.parametrize("server", ["gunicorn", "flask run", "waitress", "cheroot"])
+@pytest.mark.parametrize("server", SERVERS)
 def test_contract_holds_with_a_prefix_under_any_server(environment, token, server):
     environment |= {"GARDENING_PREFIX": "/garden"}
-    with port_under(server, environment) as port, Client(port, token) as client:
+    with serving(server, environment) as port, Client(port, token) as client:
         projects, hello = f"/garden{PROJECTS}", f"/garden{HELLO}"
         key = {"Idempotency_Key": "k"}
         status, headers, content = client.ask("POST", projects, {"name": "é"}, **key)
@@ -100,7 +84,7 @@ def test_file_that_replaces_the_database_before_the_first_use_is_not_used(
     environment, database, token
 ):
     run(BIN / "flask", "backup", f"{database}-new", environment=environment)
-    with python_server(WAITRESS, environment) as port, Client(port, token) as client:
+    with serving("waitress", environment) as port, Client(port, token) as client:
         os.rename(f"{database}-new", database)
         assert client.call("GET", "/health")[0] == 503
         assert client.call("POST", PROJECTS, {})[0] == 503
