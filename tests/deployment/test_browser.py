@@ -2,8 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from playwright.sync_api import sync_playwright
@@ -57,7 +55,7 @@ def docs(tab, base):
     """The page as a person finds it; fails if anything goes wrong in it, or outside."""
     wrong = []
 
-    def watch(event: str, is_wrong: Callable[[Any], bool] = lambda _: True) -> None:
+    def watch(event, is_wrong=lambda _: True):
         tab.on(event, lambda seen: is_wrong(seen) and wrong.append(repr(seen)))
 
     watch("console", lambda message: message.type in ("error", "warning"))

@@ -1,11 +1,10 @@
 """Web pages of other origins, which nginx lets call the API with deploy/nginx-cors.conf."""
 
 import json
-from http.client import HTTPMessage
 
 import pytest
 
-from deployment.servers.nginx import Response, proxy
+from deployment.servers.nginx import proxy
 from helpers.openapi import assert_problem
 from helpers.running import PROJECTS, TLSClient, port_of
 
@@ -29,15 +28,13 @@ def tls_client(nginx, gardening):
         yield client
 
 
-def preflight(
-    client: TLSClient, path: str, origin: str | None, method: str | None = "PUT"
-) -> Response:
+def preflight(client, path, origin, method="PUT"):
     asked = {"Access_Control_Request_Method": method} if method else {}
     origin = {"Origin": origin} if origin else {}
     return client.fetch("OPTIONS", path, **origin, **asked)
 
 
-def names_in(headers: HTTPMessage, name: str) -> set[str]:
+def names_in(headers, name):
     return set(filter(None, (headers[name] or "").split(", ")))
 
 

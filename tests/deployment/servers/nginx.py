@@ -7,7 +7,6 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from http.client import HTTPMessage
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +23,6 @@ http {{
     {configuration}
 }}
 """
-Response = tuple[int, HTTPMessage, bytes]
 
 
 def lines_of_the_page(pattern: str) -> str:
