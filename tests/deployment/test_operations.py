@@ -14,15 +14,7 @@ import pytest
 
 from deployment.servers.machine import ENVIRONMENT, start_machine
 from deployment.servers.nginx import HOST
-from helpers.running import (
-    LIMIT,
-    PROJECTS,
-    ROOT,
-    blocks,
-    replaced,
-    run,
-    wait_for,
-)
+from helpers.running import LIMIT, PROJECTS, ROOT, blocks, replaced, run, wait_for
 
 PAGE = "docs/operations.md"
 LITESTREAM = "docs/litestream.md"
@@ -41,6 +33,11 @@ APT_GET = """#!/bin/sh -e
 shift 2
 dpkg --status "$@" >/dev/null
 """
+PIP = {
+    "PIP_CONFIG_FILE": "/dev/null",
+    "PIP_NO_INDEX": "1",
+    "PIP_FIND_LINKS": "/srv/wheels",
+}
 
 
 def block(heading, words="", page=PAGE):
@@ -70,7 +67,7 @@ def srv(tmp_path_factory):
 @pytest.fixture(scope="module")
 def machine(srv):
     """A machine with the service and nginx, installed as the page has it."""
-    with start_machine(srv) as machine:
+    with start_machine(srv, PIP) as machine:
         machine.paste("ln -s /srv/apt-get /usr/local/bin/ && systemctl start nginx")
         release(machine, "git init --quiet --initial-branch=main .")
         # A Python of root's own, which the service's user could not read.
@@ -84,21 +81,9 @@ def machine(srv):
         yield machine
 
 
-def paste(machine, script, status=0, **options):
-    return machine.paste(
-        script,
-        status,
-        PIP_CONFIG_FILE="/dev/null",
-        PIP_NO_INDEX="1",
-        PIP_FIND_LINKS="/srv/wheels",
-        PIP_DISABLE_PIP_VERSION_CHECK="1",
-        **options,
-    )
-
-
 def paste_twice(machine, script):
-    paste(machine, script)
-    return paste(machine, script)
+    machine.paste(script)
+    return machine.paste(script)
 
 
 def release(machine, change):
@@ -287,7 +272,7 @@ def test_refused_upgrade_leaves_the_release_from_before(machine, empty_account, 
     started = main_pid(machine)
     release(machine, f'echo "{line}" >> app.py')
     for _ in range(BROKEN[line]):
-        paste(machine, upgrade, status=1)
+        machine.paste(upgrade, status=1)
         assert installed_release(machine) == before
     assert re.findall("no[a-z_]{8,}", line)[0] in machine.paste(
         "journalctl -u gardening -n 200"
@@ -313,11 +298,11 @@ def test_reload_lasts_until_the_old_processes_have_ended(machine):
 def test_upgrade_shows_what_changes_in_installed_files(machine):
     [difference] = re.findall("`(git .* diff .*)`", (ROOT / PAGE).read_text())
     release(machine, "echo '# new' >> deploy/gardening.service")
-    paste(machine, block("Upgrade"))
+    machine.paste(block("Upgrade"))
     changed = re.findall("(?m)^[+-](?![+-]).*", machine.paste(difference))
     assert changed == ["+# new"]
     release(machine, "git revert --no-edit --no-commit HEAD")
-    paste(machine, block("Upgrade"))
+    machine.paste(block("Upgrade"))
 
 
 # A release that raises the schema version of the database when it starts.
@@ -338,7 +323,7 @@ def test_upgrade_that_cannot_go_back_says_how_to_restore(
     release(machine, "cat /run/raising.py >> gunicorn.conf.py")
     upgrade = block("Upgrade").replace("HOW=reload-or-restart", "HOW=restart")
     assert upgrade != block("Upgrade")
-    told = paste(machine, upgrade, status=1)
+    told = machine.paste(upgrade, status=1)
     assert told.endswith(
         "It does not start either. If its log names a newer release, restore the backup.\n"
     )
@@ -558,14 +543,14 @@ def test_host_of_the_block_is_called_through_nginx(machine):
     script = block("nginx")
     assert HOST in script
     try:
-        printed = paste(machine, script.replace(HOST, "other.example.org"))
+        printed = machine.paste(script.replace(HOST, "other.example.org"))
         assert printed.endswith('{"status":"ok"}')
         served = machine.paste("nginx -T 2>/dev/null")
         assert len(re.findall("server_name other.example.org;", served)) == 2
         limits = "^worker_rlimit_nofile 40000;$|^\tworker_connections 16384;$"
         assert len(re.findall(f"(?m){limits}", served)) == 2
     finally:
-        paste(machine, script)
+        machine.paste(script)
         machine.paste("systemctl restart nginx")
 
 
@@ -717,7 +702,7 @@ def test_projects_move_to_postgresql_and_back(machine, empty_account, saved_sett
     )
     machine.paste(f"pg_createcluster {version} main --start")
     machine.paste(create_database, input="secret\nsecret\n")
-    paste(machine, store_password, input="*:5432:gardening:gardening:secret\n")
+    machine.paste(store_password, input="*:5432:gardening:gardening:secret\n")
     owner = "stat --format='%U %a' /etc/gardening.pgpass"
     assert machine.paste(owner) == "gardening 600\n"
     [settings] = blocks(POSTGRESQL, "Set up", "ini")

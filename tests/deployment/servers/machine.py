@@ -52,7 +52,8 @@ exec /lib/systemd/systemd
 class Machine:
     """A running machine, in which root pastes shell scripts."""
 
-    def __init__(self, pid):
+    def __init__(self, pid, environment):
+        self._environment = ENVIRONMENT | environment
         self._enter = ["nsenter", f"--target={pid}", "--all", "--root", "--wd"]
 
     def paste(self, script, status=0, input="", limit=LIMIT, **environment):
@@ -62,7 +63,7 @@ class Machine:
         """
         ended = subprocess.run(
             [*self._enter, "bash", "-c", f"umask 077\nset -u\n{script}"],
-            env=ENVIRONMENT | environment,
+            env=self._environment | environment,
             input=input,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -75,8 +76,11 @@ class Machine:
 
 
 @contextmanager
-def start_machine(folder):
-    """A machine that has started, with what is in the folder in /srv."""
+def start_machine(folder, environment):
+    """A machine that has started, with what is in the folder in /srv.
+
+    The shells of root have the environment.
+    """
     private = ["--mount", "--pid", "--net", "--uts", "--ipc", "--cgroup", "--fork"]
     with (
         tempfile.TemporaryDirectory() as place,
@@ -93,7 +97,7 @@ def start_machine(folder):
             children = Path(f"/proc/{unshare.pid}/task/{unshare.pid}/children")
             pid = int(wait_for(children.read_text))
             wait_for(lambda: Path(f"/proc/{pid}/comm").read_text() == "systemd\n")
-            new = Machine(pid)
+            new = Machine(pid, environment)
 
             def has_started():
                 assert unshare.poll() is None
