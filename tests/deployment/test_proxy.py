@@ -14,8 +14,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import pytest
 
@@ -40,21 +39,14 @@ from helpers.running import (
 PREFIXES = pytest.mark.parametrize("prefix", ["", "/garden"])
 
 
-class Service(NamedTuple):
-    """A running service with a prefix."""
-
-    port: int
-    database: str
-    log: Path
-
-
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
+    """A running service with a prefix."""
     folder = tmp_path_factory.mktemp("service")
     database, file = str(folder / "gardening.db"), folder / "log"
     environment = environment_of(database) | {"GARDENING_PREFIX": "/garden"}
     with file.open("wb") as log, gunicorn(environment, stdout=log) as (_, port):
-        yield Service(port, database, file)
+        yield SimpleNamespace(port=port, database=database, log=file)
 
 
 @pytest.fixture(scope="module")
@@ -328,25 +320,22 @@ def test_response_has_the_id_that_both_logs_have(
 
 
 @pytest.mark.parametrize(
-    "timeout, lines",
+    "kind, timeout, lines",
     [
-        ("client_header_timeout", "X: "),
-        ("client_body_timeout", "Content-Length: 2\r\n\r\n{"),
+        (Client, "client_header_timeout", "X: "),
+        (TLSClient, "client_header_timeout", "X: "),
+        (TLSClient, "client_body_timeout", "Content-Length: 2\r\n\r\n{"),
     ],
 )
-def test_client_that_stops_sending_is_dropped(service, tmp_path, timeout, lines):
+def test_client_that_stops_sending_is_dropped(service, tmp_path, kind, timeout, lines):
     shorter = {f"{timeout} 10s": f"{timeout} 2s"}
     with nginx.proxy(tmp_path, service.port, shorter) as proxy:
-        ports = [proxy.port]
-        if timeout == "client_header_timeout":  # a redirect needs no body
-            ports.append(proxy.plain_port)
-        for port in ports:
-            kind = Client if port == proxy.plain_port else TLSClient
-            with kind(port, "x") as client:
-                client.connect()
-                client.sock.settimeout(10)  # nginx's own limit is 60 s
-                client.sock.sendall(f"POST / HTTP/1.1\r\nHost: x\r\n{lines}".encode())
-                assert client.sock.recv(1) == b""
+        port = proxy.plain_port if kind is Client else proxy.port
+        with kind(port, "x") as client:
+            client.connect()
+            client.sock.settimeout(10)  # nginx's own limit is 60 s
+            client.sock.sendall(f"POST / HTTP/1.1\r\nHost: x\r\n{lines}".encode())
+            assert client.sock.recv(1) == b""
 
 
 def statuses_from(port: int, addresses: list[str]) -> list[int]:
