@@ -32,6 +32,7 @@ from helpers.running import (
     TWO_WORKERS,
     environment_of,
     gunicorn,
+    replaced,
     retry_while_unavailable,
     run,
     store_on,
@@ -303,14 +304,11 @@ def test_next_schema_version_goes_through_the_coordinator(cluster, tmp_path):
     spread(urls[0])
     copy_service(tmp_path)
     source = tmp_path / "engines/migrations.py"
-    text = source.read_text()
-    for old, new in [
-        ("SCHEMA_VERSION = 4", "SCHEMA_VERSION = 5"),
-        ("POSTGRESQL = {", 'POSTGRESQL = {5: "ALTER TABLE project ADD note text",'),
-    ]:
-        assert old in text
-        text = text.replace(old, new)
-    source.write_text(text)
+    changes = {
+        "SCHEMA_VERSION = 4": "SCHEMA_VERSION = 5",
+        "POSTGRESQL = {": 'POSTGRESQL = {5: "ALTER TABLE project ADD note text",',
+    }
+    source.write_text(replaced(source.read_text(), changes))
     for number, status in [(1, 1), (0, 0), (1, 0), (2, 0)]:
         command = [BIN / "flask", "account", "list"]
         environment = environment_of(urls[number])

@@ -101,12 +101,8 @@ def test_backup_of_a_container_is_restored_in_a_volume(
     token = token_on(database)
     with gunicorn(environment) as (_, port), Client(port, token) as client:
         kept = client.call("POST", PROJECTS, {"name": "Park"})[1]
-        run(
-            "sh",
-            "-ec",
-            f"({backup}) > {shlex.quote(str(copy))}",
-            environment=environment,
-        )
+        saved = f"({backup}) > {shlex.quote(str(copy))}"
+        run("sh", "-ec", saved, environment=environment)
         client.call("POST", PROJECTS, {"name": "written since"})
         restoring = environment | {"FLASK_DATABASE": restored}
         copied = f"({restore}) < {shlex.quote(str(copy))}"

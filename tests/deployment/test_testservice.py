@@ -14,15 +14,7 @@ import pytest
 
 from deployment.servers.nginx import proxy
 from helpers.openapi import assert_problem
-from helpers.running import (
-    LIMIT,
-    PROJECTS,
-    ROOT,
-    TLSClient,
-    blocks,
-    run,
-    workers,
-)
+from helpers.running import LIMIT, PROJECTS, ROOT, TLSClient, blocks, run, workers
 from helpers.testservice import call_projects
 from test_embedding import their_environment
 from test_failures import failing, own_parts
