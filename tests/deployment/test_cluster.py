@@ -14,12 +14,7 @@ import pytest
 from app import create_app
 from auth import digest
 from deployment.servers.history import check, record
-from deployment.servers.pgserver import (
-    BACKENDS,
-    CITUS,
-    execute,
-    start_cluster,
-)
+from deployment.servers.pgserver import BACKENDS, CITUS, execute, start_cluster
 from engines.backup import backup, restore
 from engines.base import Unavailable
 from helpers.old_schemas import create_old_schema

@@ -11,15 +11,7 @@ from itertools import takewhile
 
 import pytest
 
-from helpers.running import (
-    BIN,
-    LIMIT,
-    ROOT,
-    blocks,
-    flask_run,
-    replaced,
-    run,
-)
+from helpers.running import BIN, LIMIT, ROOT, blocks, flask_run, replaced, run
 from helpers.testservice import call_projects, copy_service
 
 ADDRESS = "http://127.0.0.1:5000"

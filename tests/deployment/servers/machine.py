@@ -56,7 +56,7 @@ class Machine:
         self._environment = ENVIRONMENT | environment
         self._enter = ["nsenter", f"--target={pid}", "--all", "--root", "--wd"]
 
-    def paste(self, script, status=0, input="", limit=LIMIT, **environment):
+    def paste(self, script, status=0, input="", **environment):
         """What the script prints, its errors included; it must end with this status.
 
         The shell is a strict one: new files are its user's alone, and unset names are errors.
@@ -68,7 +68,7 @@ class Machine:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=limit,
+            timeout=LIMIT,
             check=False,
         )
         assert ended.returncode == status, ended.stdout
