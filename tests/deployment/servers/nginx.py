@@ -20,6 +20,7 @@ events {{}}
 http {{
     client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
     fastcgi_temp_path {folder}/f; uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;
+    gzip on;  # as Debian has it
     {configuration}
 }}
 """
