@@ -636,8 +636,7 @@ def test_metrics_are_sent_once_the_setting_is_there(machine, saved_settings):
 @pytest.fixture
 def litestream(machine):
     """Litestream beside the service, as its page has it."""
-    for script in blocks(LITESTREAM, "Install"):
-        paste_twice(machine, script)
+    paste_twice(machine, block("Install", page=LITESTREAM))
     yield
     machine.paste("systemctl disable --now gardening-litestream")
 
@@ -670,8 +669,8 @@ def test_copy_of_litestream_loses_a_second_at_most(machine, empty_account, lites
     newest = machine.paste(block("Watch", "ltx", page=LITESTREAM)).split()[-1]
     assert newest > moment
     assert version(restore) > len(safe)
-    earlier = f" -timestamp {moment} -o restored.db"
-    assert version(restore.replace(" -o restored.db", earlier)) == 1
+    earlier = {" -o newest.db": f" -timestamp {moment} -o newest.db"}
+    assert version(replaced(restore, earlier)) == 1
 
 
 def test_litestream_copies_what_a_backup_has_restored(
@@ -687,10 +686,20 @@ def test_litestream_copies_what_a_backup_has_restored(
     add_project(machine, empty_account, "since")
     # And Litestream with it, which copies what is left.
     machine.paste("systemctl stop gardening")
-    paste_twice(machine, block("Restore", page=LITESTREAM))
+    restore = block("Restore", page=LITESTREAM)
+    paste_twice(machine, restore)
     assert names(machine, empty_account) == ["kept", "since"]
     machine.paste(block("Watch", "rm -rf", page=LITESTREAM))
     assert machine.paste("systemctl is-active gardening-litestream") == "active\n"
+
+    # Another machine takes over, of which Litestream has copied nothing.
+    add_project(machine, empty_account, "last")
+    machine.paste("systemctl stop gardening; systemctl disable gardening-litestream")
+    machine.paste("rm -rf /var/lib/gardening && systemctl start gardening")
+    *install, start = block("Install", page=LITESTREAM).splitlines()
+    for script in ("\n".join(install), restore, start):
+        machine.paste(script)
+    assert names(machine, empty_account) == ["kept", "since", "last"]
 
 
 def test_projects_move_to_postgresql_and_back(machine, empty_account, saved_settings):
