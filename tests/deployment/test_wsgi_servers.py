@@ -1,4 +1,4 @@
-"""The service under other WSGI servers than gunicorn."""
+"""The service under gunicorn and other WSGI servers."""
 
 import os
 import subprocess
@@ -10,10 +10,10 @@ from urllib.parse import urljoin
 import pytest
 
 from helpers.openapi import HELLO
-from helpers.running import BIN, LIMIT, PROJECTS, ROOT, Client, run
+from helpers.running import BIN, LIMIT, PROJECTS, ROOT, Client, gunicorn, run
 
 # Each prints its port once it listens.
-SERVERS = {
+SCRIPTS = {
     "waitress": """
 from waitress import create_server
 server = create_server(create_app(), host="127.0.0.1", port=0)
@@ -39,7 +39,12 @@ server.serve_forever()
 @contextmanager
 def serving(server, environment):
     """The port of the service under this server."""
-    command = [sys.executable, "-c", f"from app import create_app\n{SERVERS[server]}"]
+    if server == "gunicorn":
+        with gunicorn(environment) as (_, port), Client(port, "none") as client:
+            client.fetch("GET", HELLO)  # which waits until it has started
+            yield port
+        return
+    command = [sys.executable, "-c", f"from app import create_app\n{SCRIPTS[server]}"]
     options = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, **options) as process:
         limit = threading.Timer(LIMIT, process.kill)
@@ -51,7 +56,7 @@ def serving(server, environment):
             process.kill()
 
 
-@pytest.mark.parametrize("server", SERVERS)
+@pytest.mark.parametrize("server", ["gunicorn", *SCRIPTS])
 def test_contract_holds_with_a_prefix_under_any_server(environment, token, server):
     environment |= {"GARDENING_PREFIX": "/garden"}
     with serving(server, environment) as port, Client(port, token) as client:
@@ -80,11 +85,12 @@ def test_contract_holds_with_a_prefix_under_any_server(environment, token, serve
         assert client.call("GET", projects)[0] == 401
 
 
+@pytest.mark.parametrize("server", ["gunicorn", "waitress"])
 def test_file_that_replaces_the_database_before_the_first_use_is_not_used(
-    environment, database, token
+    environment, database, token, server
 ):
     run(BIN / "flask", "backup", f"{database}-new", environment=environment)
-    with serving("waitress", environment) as port, Client(port, token) as client:
+    with serving(server, environment) as port, Client(port, token) as client:
         os.rename(f"{database}-new", database)
         assert client.call("GET", "/health")[0] == 503
         assert client.call("POST", PROJECTS, {})[0] == 503
