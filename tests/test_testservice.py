@@ -273,10 +273,10 @@ def test_other_input_does_not_end_the_service(start, tmp_path, name):
 
 
 @contextmanager
-def at_terminal(start, command=COMMAND, script=AT_TERMINAL):
+def at_terminal(start, command=COMMAND):
     """The command at a terminal, and the file that is its user's screen and keyboard."""
     ours, theirs = os.openpty()
-    command = [sys.executable, "-c", script, *command]
+    command = [sys.executable, "-c", AT_TERMINAL, *command]
     with (
         open(ours, "r+b", buffering=0) as user,
         open(theirs, "r+b", buffering=0) as terminal,
