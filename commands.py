@@ -102,7 +102,7 @@ def revoke_token(id: int | None, account: str | None) -> None:
 
 @account_commands.command("list")
 def list_accounts() -> None:
-    """Show the numbers of Projects and tokens, and the last change, of every account."""
+    """Show every account with its numbers of Projects and tokens, and its last change."""
     accounts = current_store().list_accounts()
     line = "{:>8}  {:>6}  {:16}  {}"
     click.echo(line.format("PROJECTS", "TOKENS", "CHANGED (UTC)", "ACCOUNT"))
@@ -114,7 +114,7 @@ def list_accounts() -> None:
 @click.argument("account")
 @click.option("--yes", is_flag=True, help="Delete it without asking.")
 def delete_account(account: str, yes: bool) -> None:
-    """Delete ACCOUNT and all that it owns: Projects, tokens and keys.
+    """Delete ACCOUNT and all that it owns: Projects, tokens and idempotency keys.
 
     Requests under way may still add Projects. If so, `account list` shows the account
     again: delete it again.
@@ -133,7 +133,7 @@ def delete_account(account: str, yes: bool) -> None:
 @click.command("init-db", cls=Command)
 @with_appcontext
 def create_database() -> None:
-    """Create the database, or bring it up to date, as a start of the service does."""
+    """Create the database, or bring it up to date, as the service does when it starts."""
     current_store().create_database()
 
 
