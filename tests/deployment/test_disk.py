@@ -17,7 +17,7 @@ from helpers.running import (
     run,
     token_on,
 )
-from test_backup import file, run_command, source
+from test_backup import file, filled, run_command, source
 from test_sqlite import attempt
 
 STRACE = ["strace", "-f", "-qq", "-o", os.devnull, "-e"]
@@ -71,13 +71,17 @@ def test_full_disk_stops_writes_until_there_is_room(mount, tmp_path):
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
 
 
-def test_full_disk_leaves_no_half_backup(source, database, mount, tmp_path):
+def test_full_disk_leaves_no_half_backup_and_no_half_restore(
+    source, database, filled, mount, tmp_path
+):
     disk = tmp_path / "disk"
     mount(disk, "64k")
     fill(disk)
     told = run_command(database, "backup", str(disk / "backup.db"), status=1)
     assert told.startswith("Error: ") and f"{disk}/backup.db" in told
     assert told.count("\n") == 1
+    told = run_command(str(disk / "restored.db"), "restore", filled, status=1)
+    assert re.fullmatch("Error: database or disk is full: .*/copy\n", told)
     assert os.listdir(disk) == ["filler"]
 
 
