@@ -18,7 +18,7 @@ from engines.migrations import SCHEMA_VERSION, incompatibility
 
 Parameters = dict[str, Any]  # of a statement, by name
 Rows = list[Any]
-COMMAND_TIMEOUT = 3600  # seconds that a command may take; a request gets far fewer
+COMMAND_TIMEOUT = 3600  # seconds for a backup, a restore, a migration, a deletion
 PAUSE = 1.0  # seconds for which a breaker refuses everybody
 TRIAL_INTERVAL = 5.0  # seconds between two callers whom a half-open breaker lets try
 EMPTY = 0  # in the place of a schema version: the database has no tables
