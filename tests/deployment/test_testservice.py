@@ -76,8 +76,8 @@ def python(clone, tmp_path_factory):
     """A Python that has installed what the page says, and what a test here adds."""
     [command] = blocks(PAGE, "pytest")
     *pip, package, requests = command.replace('"', "").split()
-    assert [*pip, package] == ["pip", "install", "../CLONE[testing]"]
-    package = package.replace("../CLONE", str(clone))
+    assert [*pip, package] == ["pip", "install", "../gardening[testing]"]
+    package = package.replace("../gardening", str(clone))
     folder = tmp_path_factory.mktemp("installed")
     run(sys.executable, "-m", "venv", "--without-pip", folder)
     python = folder / "bin/python"
@@ -124,7 +124,7 @@ def test_service_may_come_from_an_environment_of_its_own(
     pip = [sys.executable, "-m", "pip", "--quiet"]
     run(*pip, "--python", theirs, "install", "pytest", limit=10 * LIMIT)
     [script] = blocks(PAGE, "An environment of its own")
-    script = script.replace("../CLONE", str(clone))
+    script = script.replace("../gardening", str(clone))
     its = f"{shlex.join(pip)} --python ../service/bin/python"
     script = script.replace("python3 -m venv ../service && ../service/bin/pip", its)
     script = script.replace("\npip ", f"\n{shlex.join(pip)} --python {theirs} ")
