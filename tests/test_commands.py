@@ -151,10 +151,11 @@ def test_invalid_account_name_is_refused(command, store, name):
     assert store.list_accounts() == []
 
 
-def test_accounts_are_listed_with_their_numbers(command, store):
+def test_accounts_are_listed_with_their_numbers(command, store, plain_sql):
     store.create_project("ann", {})
     id = store.create_project("ann", {"name": "Park"}).id
     store.update_project("ann", id, {})
+    plain_sql.execute("UPDATE project SET created_at = created_at - 1")
     store.delete_project("bob", store.create_project("bob", {}).id)
     for account in ("eve", "ann", "eve"):
         command("token", "create", account)

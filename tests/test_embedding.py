@@ -2,8 +2,10 @@
 
 import os
 import sys
+import threading
 import uuid
 from functools import partial
+from threading import Timer
 
 import pytest
 
@@ -58,6 +60,11 @@ def test_log_is_on_standard_error_which_pytest_shows(monkeypatch, capfd):
     with run() as service:
         assert call_projects(service.url, service.issue_token(fail=["500"]))[0] == 500
     assert "RuntimeError: planned for this token" in capfd.readouterr().err
+
+
+def test_service_that_has_started_has_no_limit_any_more(gardening_service):
+    limits = [each for each in threading.enumerate() if isinstance(each, Timer)]
+    assert all(limit.finished.is_set() for limit in limits)
 
 
 def test_fixture_of_a_test_works_on_its_own_account(gardening, gardening_service):

@@ -42,6 +42,8 @@ def test_every_file_of_the_page_is_served_with_its_policy(environment):
     folder = Path(flask_swagger_ui.__file__).parent / "dist"
     files = [f"files/{file.name}" for file in folder.iterdir()]
     with gunicorn(environment) as (_, port), Client(port, "none") as client:
+        for path in ("/", "/docs"):  # relative, as a prefix needs it
+            assert client.fetch("GET", path)[1]["Location"] == "docs/"
         for name in ["", "start.js", *files]:
             status, headers, content = client.fetch("GET", f"/docs/{name}")
             assert (status, bool(content)) == (200, True), name
