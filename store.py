@@ -131,7 +131,7 @@ class Store:
     ) -> Project:
         """Add a Project, or return the one that the account made with the same key.
 
-        A key is remembered for good. Raises AccountFull, KeyReused, KeySpent.
+        A key is kept as long as its account. Raises AccountFull, KeyReused, KeySpent.
         """
         values = {"account": account, "id": secrets.token_hex(12), "now": self._now()}
         values |= dict.fromkeys(SETTABLE) | as_columns(fields)

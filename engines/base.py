@@ -38,8 +38,8 @@ class OutcomeUnknown(Unavailable):
 class Connection(Protocol):
     """A connection of either driver. One thread at a time uses it.
 
-    A statement has its parameters as `:name`. It has no `%`, and no other `:name`. Unless `begin` was called, it is a
-    transaction of its own.
+    A statement has its parameters as `:name`. It has no `%`, and no other `:name`. Unless `begin`
+    was called, it is a transaction of its own.
     """
 
     # Whether a write that fails now may have been committed nevertheless: always, for a statement

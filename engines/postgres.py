@@ -34,8 +34,8 @@ TIMEOUT = 4.5  # seconds for a statement or a transaction, and for the connect b
 CONNECT_TIMEOUT = 2  # seconds for each host; libpq takes no less
 STATEMENT_TIMEOUT = 4  # seconds, after which the server itself ends a statement
 ROW_LOCK_TIMEOUT = 1  # seconds that a statement may wait for a lock
-# Beginnings of SQLSTATEs. A statement that fails with one has changed nothing. (Only for a COMMIT on
-# Citus that is not known: see ClusterConnection.)
+# Beginnings of SQLSTATEs. A statement that fails with one has changed nothing. (Only for a COMMIT
+# on Citus that is not known: see ClusterConnection.)
 OUTAGES = (
     "25006",  # the server is a standby
     "3F000",  # no schema
@@ -92,11 +92,11 @@ PROJECT_IF_ALLOWED = f"""id = :id AND account = :account
 # key is new, nobody else can see its row until the commit; and a writer who finds an old key does
 # not go on to the account.
 #
-# A change tests its condition twice. With the account: a change that is not allowed finds no account,
-# and so locks nothing. With the Project: while the statement waited for the account's lock, another
-# writer may have changed the Project. At the level READ COMMITTED, PostgreSQL evaluates a WHERE again
-# on the newest version of such a row. If only this second test refuses an update, the account's lists
-# have got a new revision for nothing.
+# A change tests its condition twice. With the account: a change that is not allowed finds no
+# account, and so locks nothing. With the Project: while the statement waited for the account's
+# lock, another writer may have changed the Project. At the level READ COMMITTED, PostgreSQL
+# evaluates a WHERE again on the newest version of such a row. If only this second test refuses an
+# update, the account's lists have got a new revision for nothing.
 ACCOUNT_IF_ALLOWED = (
     f"name = :account AND EXISTS (SELECT FROM project WHERE {PROJECT_IF_ALLOWED})"
 )

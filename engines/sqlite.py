@@ -22,9 +22,7 @@ from engines.base import EMPTY, Engine, OutcomeUnknown, Parameters, Rows, Unavai
 from engines.fields import FIELDS, JSON, SETTABLE
 from engines.files import DatabaseFile
 
-WRITE_LOCK_TIMEOUT = (
-    2.5  # seconds that a writer waits for the other writers of the service
-)
+WRITE_LOCK_TIMEOUT = 2.5  # seconds that a writer waits for others of the service
 FOREIGN_LOCK_TIMEOUT = 1.0  # seconds that anybody waits for another program's lock
 OUTAGE = re.compile(  # what an operator can mend, or a retry can get past
     "SQLITE_(BUSY|LOCKED|READONLY|IOERR|CORRUPT|FULL|CANTOPEN|PROTOCOL|NOTADB)"
@@ -127,7 +125,7 @@ class SQLite(Engine):
     def _bring_up_to_date(self, connection: "SQLiteConnection", creates: bool) -> None:
         """Create the tables, or migrate them. Leave alone what is not ours."""
         if not self._scripts(connection, creates) and is_wal(connection):
-            return  # as usual; and it took no lock to find that out
+            return  # up to date: checked without a lock
         with self.write_lock():
             connection.execute("PRAGMA journal_mode = WAL")
             # Asked again, since another process may have been first.
