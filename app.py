@@ -73,7 +73,7 @@ def read_max_projects(setting: object) -> int:
     """Raises ValueError for what is no such number."""
     if not re.fullmatch("[1-9][0-9]{0,17}", str(setting)):
         raise ValueError(
-            "GARDENING_MAX_PROJECTS must be a whole number from 1 to 10**18 - 1"
+            "GARDENING_MAX_PROJECTS must be a whole number, 1 or more, of up to 18 digits"
         )
     return int(str(setting))
 
