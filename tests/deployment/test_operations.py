@@ -270,11 +270,14 @@ BROKEN = {
 }
 
 
+def upgrade_later():
+    """The block for an upgrade, which takes a backup that has the second in its name."""
+    return f"while [ -e {BACKUPS}/$({NOW}) ]; do sleep 0.1; done\n{block('Upgrade')}"
+
+
 @pytest.mark.parametrize("line", BROKEN, ids=["not loaded", "not healthy"])
 def test_refused_upgrade_leaves_the_release_from_before(machine, empty_account, line):
-    # Each takes a backup, whose name tells one second from another.
-    upgrade = f"while [ -e {BACKUPS}/$({NOW}) ]; do sleep 0.1; done\n"
-    upgrade += block("Upgrade")
+    upgrade = upgrade_later()
     before = installed_release(machine)
     started = main_pid(machine)
     release(machine, f'echo "{line}" >> app.py')
@@ -305,7 +308,7 @@ def test_reload_lasts_until_the_old_processes_have_ended(machine):
 def test_upgrade_shows_what_changes_in_installed_files(machine):
     [difference] = re.findall("`(git .* diff .*)`", (ROOT / PAGE).read_text())
     release(machine, "echo '# new' >> deploy/gardening.service")
-    machine.paste(block("Upgrade"))
+    paste_twice(machine, upgrade_later())
     changed = re.findall("(?m)^[+-](?![+-]).*", machine.paste(difference))
     assert changed == ["+# new"]
     release(machine, "git revert --no-edit --no-commit HEAD")
@@ -706,6 +709,7 @@ def test_projects_move_to_postgresql_and_back(machine, empty_account, saved_sett
     machine.paste(f"pg_createcluster {version} main --start")
     machine.paste(create_database, input="secret\nsecret\n")
     machine.paste(store_password, input="*:5432:gardening:gardening:secret\n")
+    machine.paste(store_password)  # again, which keeps the password
     owner = "stat --format='%U %a' /etc/gardening.pgpass"
     assert machine.paste(owner) == "gardening 600\n"
     [settings] = blocks(POSTGRESQL, "Set up", "ini")
