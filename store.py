@@ -118,9 +118,13 @@ class Store:
         """Close the idle connections. The store can still be used, and opens new ones."""
         self.engine.close()
 
-    def create_database(self) -> None:
-        """Create the database unless there is one, and bring it up to date."""
-        self.engine.create_database()
+    def create_database(self) -> bool:
+        """Bring the database up to date, or create it; True if it was created."""
+        return self.engine.create_database()
+
+    def open_database(self) -> bool:
+        """The same, but create only the default database, which no setting names."""
+        return self.engine.open_database()
 
     def check(self) -> None:
         """Raises Unavailable if the database cannot be read now."""

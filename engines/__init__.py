@@ -10,7 +10,7 @@ def engine_on(database: str, default: str) -> Engine:
     Raises ValueError for a setting that names none, or if its driver is missing.
     """
     if not database:
-        return SQLite(default, makes_folder=True)
+        return SQLite(default, is_default=True)
     if database.startswith("postgresql://"):
         try:
             from engines.postgres import PostgreSQL

@@ -136,6 +136,9 @@ class Engine(ABC):
     AFTER_FILLING: tuple[str, ...] = ()  # statements
     ERROR: type[Exception]  # the base of the driver's errors
     folder: str | None = None  # where the database is, if it is a file
+    name: str  # of the database, as an operator knows it; without a password
+    is_default = False  # no setting names it
+    was_created = False  # by this object
 
     def __init__(self) -> None:
         self.idle: dict[int, list[Connection]] = defaultdict(list)
@@ -167,13 +170,23 @@ class Engine(ABC):
         """What a writer holds while it writes. By default, nothing."""
         return nullcontext()
 
-    def create_database(self) -> None:
-        """Create the database, unless there is one. Raises Unavailable.
+    def create_database(self) -> bool:
+        """Create the database unless there is one; True if it was. Raises Unavailable."""
+        return self._prepare(creates=True)
 
-        Workers never create: an empty database would hide a lost one.
+    def open_database(self) -> bool:
+        """Bring the database up to date, and create it only if it is the default one.
+
+        In place of one that a setting names, an empty database would hide a lost one, or a
+        path that is slightly wrong. Returns whether it was created. Raises Unavailable.
         """
-        with self.lend(writes=True, creates=True):
+        return self._prepare(creates=self.is_default)
+
+    def _prepare(self, creates: bool) -> bool:
+        with self.lend(writes=True, creates=creates):
             pass
+        was_created, self.was_created = self.was_created, False
+        return was_created
 
     def check(self) -> None:
         """Raises Unavailable if the database cannot be read now."""
@@ -256,6 +269,7 @@ class Engine(ABC):
         if version == EMPTY:
             if not creates:
                 raise Unavailable("the database is empty; run `flask init-db`")
+            self.was_created = True
             return [Path(__file__).with_name(self.SCHEMA).read_text()]
         if reason := incompatibility(version):
             raise Unavailable(f"the database was {reason}")

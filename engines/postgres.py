@@ -152,7 +152,7 @@ class PostgreSQL(Engine):
     def __init__(self, url: str) -> None:
         """Raises ValueError for a malformed URL."""
         super().__init__()
-        refuse_malformed(url)
+        self.name = name_of(url)
         self._url = url
         # ClusterConnection, once a first connection has shown that this is a cluster.
         self._connection_class = PostgreSQLConnection
@@ -409,8 +409,8 @@ class ClusterConnection(PostgreSQLConnection):
                 obj_description('project'::regclass, 'pg_class')))""")
 
 
-def refuse_malformed(url: str) -> None:
-    """Raise ValueError for a malformed URL, without quoting it.
+def name_of(url: str) -> str:
+    """The URL's host and database. Raises ValueError for a malformed URL, without quoting it.
 
     psycopg quotes what it takes for the host and the port. If the password holds an "@", "/", "?"
     or "#" that is not percent-encoded, that is a part of the password.
@@ -418,11 +418,13 @@ def refuse_malformed(url: str) -> None:
     try:
         if not re.fullmatch("postgresql://([^@/?#]*@)?[^@]*", url):
             raise ValueError
-        for port in str(conninfo_to_dict(url).get("port", 0)).split(","):
+        parts = conninfo_to_dict(url)
+        for port in str(parts.get("port", 0)).split(","):
             int(port or 0)
     except (psycopg.ProgrammingError, ValueError):
         hint = "write postgresql://…, and percent-encode the password"
         raise ValueError(f"malformed URL of a database: {hint}") from None
+    return f"postgresql://{parts.get('host', '')}/{parts.get('dbname', '')}"
 
 
 @cache

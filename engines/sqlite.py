@@ -66,26 +66,27 @@ class SQLite(Engine):
             ORDER BY seq LIMIT :size OFFSET :offset)"""
     ERROR = sqlite3.Error
 
-    def __init__(self, path: str, makes_folder: bool = False) -> None:
+    def __init__(self, path: str, is_default: bool = False) -> None:
         """On the file at `path`; `:memory:` is a private database, which has its tables.
 
-        With `makes_folder`, `create_database` also makes the folder of a new file.
+        The folder of the default database is created along with it.
         """
         super().__init__()
+        self.is_default = is_default
         self._thread_lock = threading.Lock()  # for the writers of this process
         self._process: int | None = None  # the one that opened the file
         self._is_up_to_date = False
         if path == ":memory:":
-            self._file, self._name = None, "the database in memory"
+            self._file, self.name = None, "the database in memory"
             self._uri = f"file:/{secrets.token_hex(8)}?vfs=memdb"
             # The database lasts as long as one connection to it.
             kept = sqlite3.connect(self._uri, uri=True, check_same_thread=False)
             weakref.finalize(self, kept.close)
             self.create_database()
         else:
-            self._file = DatabaseFile(path, makes_folder)
+            self._file = DatabaseFile(path, is_default)
             self.folder = os.path.dirname(self._file.target)
-            self._name = self._file.path
+            self.name = self._file.path
             # rw: SQLite must not put an empty file in the place of a lost one.
             self._uri = f"{Path(self._file.path).as_uri()}?mode=rw"
 
@@ -97,7 +98,7 @@ class SQLite(Engine):
         if self._file:
             self._process = self._process or os.getpid()
             if self._process != os.getpid():
-                raise Unavailable(f"opened before this process forked: {self._name}")
+                raise Unavailable(f"opened before this process forked: {self.name}")
             if creates:
                 self._file.create()
             # Before SQLite reads it: it would apply the -wal of the old file to a new one.
@@ -147,7 +148,7 @@ class SQLite(Engine):
         try:
             return self.scripts_for(found, creates)
         except Unavailable as error:
-            raise Unavailable(f"{error}: {self._name}") from None
+            raise Unavailable(f"{error}: {self.name}") from None
 
     @contextmanager
     def write_lock(self) -> Iterator[None]:
@@ -188,13 +189,13 @@ class SQLite(Engine):
     ) -> Unavailable | None:
         if isinstance(error, OSError):
             reason = error.strerror or str(error)
-            return Unavailable(f"{reason}: {self._name}")
+            return Unavailable(f"{reason}: {self.name}")
         name = getattr(error, "sqlite_errorname", "")
         if not OUTAGE.match(name):
             return None
         # After a crash, SQLite may still find a commit that could not be synced.
         is_unknown = may_have_committed and name.startswith("SQLITE_IOERR")
-        return (OutcomeUnknown if is_unknown else Unavailable)(f"{error}: {self._name}")
+        return (OutcomeUnknown if is_unknown else Unavailable)(f"{error}: {self.name}")
 
 
 class SQLiteConnection(sqlite3.Connection, base.Connection):
