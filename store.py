@@ -1,8 +1,6 @@
 """Projects and access tokens: what the service guarantees about them, and the rules.
 
-It does not import Flask, validate a Project, or depend on a particular engine. SQL that is the
-same on every engine is here. An engine has the rest, and renders a Project as the JSON that is
-sent. Threads and processes may share a database. When a method returns, what it wrote is on the
+Threads and processes may share a database. When a method returns, what it wrote is on the
 disk, unless the database is in memory.
 """
 
@@ -10,10 +8,19 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, NoReturn
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeVar
 
-from engines.base import COMMAND_TIMEOUT, Engine, Parameters
+from engines.base import (
+    COMMAND_TIMEOUT,
+    REQUEST_TIMEOUT,
+    Columns,
+    Connection,
+    Engine,
+    Precondition,
+    Project,
+    Unavailable,
+)
 from engines.fields import JSON, SETTABLE
 
 
@@ -34,13 +41,7 @@ class KeySpent(Exception):
 
 
 class AccountFull(Exception):
-    """The account has as many Projects as it may have. Its argument is their number."""
-
-
-class Project(NamedTuple):
-    id: str
-    etag: str  # version and updated_at: never the same for other content, even after a restore
-    document: bytes  # JSON
+    """The account has as many Projects as it may have: its argument, or more."""
 
 
 class ProjectList(NamedTuple):
@@ -56,13 +57,6 @@ class Page(NamedTuple):
     size: int  # Projects
     # Start behind this Project (its seq). `number` then only appears in the response.
     after: int | None = None
-
-
-class Precondition(NamedTuple):
-    """Which ETags a Project may have, for a change to be made (RFC 9110 13.1)."""
-
-    if_match: Sequence[str] | None = None  # one of these; None: any
-    if_none_match: Sequence[str] = ()  # none of these
 
 
 class Caller(NamedTuple):
@@ -87,11 +81,13 @@ class Token(NamedTuple):
 
 Fields = Mapping[str, object]  # some or all of those that a caller can set
 DAY = 86_400_000  # milliseconds
-MAX_PROJECTS = 100_000  # of an account, unless a setting says otherwise
+MAX_PROJECTS = 10_000  # of an account, unless a setting says otherwise
+KEY_LIFETIME = 7 * DAY  # for which an idempotency key is kept at least
 FIELDS_OF_1_2 = ("name", "postal_code", "location")
 ALWAYS = Precondition()
 WHOLE = Page(0, 2**63 - 1)  # the list as one page; no database takes a larger LIMIT
 # An account gets its row with its first Project. Until then, only tokens name it.
+Changed = TypeVar("Changed")
 ACCOUNT_NAMES = "(SELECT name FROM account UNION SELECT account FROM token) AS names"
 
 
@@ -135,79 +131,117 @@ class Store:
     ) -> Project:
         """Add a Project, or return the one that the account made with the same key.
 
-        A key is kept as long as its account. Raises AccountFull, KeyReused, KeySpent.
+        Raises AccountFull, KeyReused, KeySpent.
         """
-        values = {"account": account, "id": secrets.token_hex(12), "now": self._now()}
-        values |= dict.fromkeys(SETTABLE) | as_columns(fields)
-        values |= {"list_revision": new_revision(), "max_projects": self._max_projects}
+        id = secrets.token_hex(12)
+        columns = dict.fromkeys(SETTABLE) | as_columns(fields)
         if key is not None:
-            return self._create_once(key, values)
+            return self._create_once(account, id, columns, key)
         with self.engine.writer() as connection:
-            rows = connection.create(values)
-        if not rows:
+            project = connection.create_project(
+                account, id, columns, self._now(), self._max_projects
+            )
+        if project is None:
             raise AccountFull(self._max_projects)
-        return Project(*rows[0])
+        return project
 
-    def _create_once(self, key: str, values: Parameters) -> Project:
+    def _create_once(
+        self, account: str, id: str, columns: Columns, key: str
+    ) -> Project:
         """Add the Project if its key is new. Otherwise return the one that has the key."""
-        account, id = values["account"], values["id"]
-        fingerprint = fingerprint_of({name: values[name] for name in SETTABLE})
-        with self.engine.transaction() as connection:
+        now = self._now()
+        claim = {
+            "account": account,
+            "key": key,
+            "fingerprint": fingerprint_of(columns),
+            "project": id,
+            "now": now,
+        }
+        with self.engine.writer(REQUEST_TIMEOUT) as connection:
             # The update changes nothing. But unlike DO NOTHING, it returns the row that is there,
             # and locks it until the transaction ends.
             [(first_id, first_fingerprint)] = connection.fetch(
-                """INSERT INTO idempotency_key (account, key, fingerprint, project)
-                VALUES (:account, :key, :fingerprint, :project)
+                """INSERT INTO idempotency_key
+                    (account, key, fingerprint, project, created_at)
+                VALUES (:account, :key, :fingerprint, :project, :now)
                 ON CONFLICT (account, key)
                     DO UPDATE SET fingerprint = idempotency_key.fingerprint
                 RETURNING project, fingerprint""",
-                {
-                    "account": account,
-                    "key": key,
-                    "fingerprint": fingerprint,
-                    "project": id,
-                },
+                claim,
             )
-            if first_id == id:
-                rows = connection.create(values)
-                if not rows:
-                    raise AccountFull(self._max_projects)  # the key stays free
-                return Project(*rows[0])
+            is_first, project = first_id == id, None
+            if is_first:
+                project = connection.create_project(
+                    account, id, columns, now, self._max_projects
+                )
+                if project is None:
+                    connection.rollback()  # the key stays free
+                else:
+                    forget_keys(connection, account, before=now - KEY_LIFETIME)
+        if project is not None:
+            return project
+        if is_first:
+            raise AccountFull(self._max_projects)
         # A key whose Project is gone is spent, whatever fields come with it.
         try:
             project = self.get_project(account, first_id)
         except NotFound:
             raise KeySpent from None
-        if first_fingerprint != fingerprint:
+        if first_fingerprint != claim["fingerprint"]:
             raise KeyReused
         return project
 
     def get_project(self, account: str, id: str) -> Project:
         """Raises NotFound."""
-        rows = self.engine.read(self.engine.GET, project_parameters(account, id))
-        if not rows:
+        with self.engine.acquire() as connection:
+            project = connection.get_project(account, id)
+        if project is None:
             raise NotFound
-        return Project(*rows[0])
+        return project
 
     def update_project(
         self, account: str, id: str, fields: Fields, condition: Precondition = ALWAYS
     ) -> Project:
         """Change these fields and raise the version by 1. Raises NotFound, Stale."""
         columns = as_columns(fields)
-        values = self._change_parameters(account, id, condition) | columns
-        with self.engine.writer() as connection:
-            rows = connection.update(columns, values)
-        if not rows:
-            self._refuse(account, id)
-        return Project(*rows[0])
+        return self._change(
+            account,
+            id,
+            condition,
+            lambda connection: connection.update_project(
+                account, id, columns, self._now(), condition
+            ),
+        )
 
     def delete_project(
         self, account: str, id: str, condition: Precondition = ALWAYS
     ) -> None:
         """Delete a Project and all that belongs to it. Raises NotFound, Stale."""
-        values = self._change_parameters(account, id, condition)
-        if not self.engine.write(self.engine.DELETE, values):
-            self._refuse(account, id)
+        self._change(
+            account,
+            id,
+            condition,
+            lambda connection: connection.delete_project(account, id, condition),
+        )
+
+    def _change(
+        self,
+        account: str,
+        id: str,
+        condition: Precondition,
+        change: Callable[[Connection], Changed | None],
+    ) -> Changed:
+        """What the change of a Project returns. Raises NotFound, Stale."""
+        for _ in range(2):
+            with self.engine.writer() as connection:
+                changed = change(connection)
+            if changed:
+                return changed
+            self.get_project(account, id)
+            if condition.if_match is not None or condition.if_none_match:
+                raise Stale
+            # On Citus, a change may miss a Project that moves to another node: try once more.
+        raise Unavailable("the Project is there, but could not be changed")
 
     def list_etag(self, account: str, page: Page | None = None) -> str:
         """The ETag of what `list_projects` returns, without rendering the Projects.
@@ -224,16 +258,15 @@ class Store:
     def list_projects(self, account: str, page: Page | None = None) -> ProjectList:
         """All Projects, oldest first, or one page of them."""
         number, size, after = page or WHOLE
-        values = {"account": account, "size": size, "after": after or 0}
-        values["offset"] = number * size if after is None else 0
-        [row] = self.engine.read(self.engine.LIST, values)
-        revision, total, next_after, projects = row
-        etag = etag_of(revision, page)
+        offset = number * size if after is None else 0
+        with self.engine.acquire() as connection:
+            found = connection.list_projects(account, size, after or 0, offset)
+        etag = etag_of(found.list_revision, page)
         if page is None:
-            return ProjectList(etag, projects, None)
-        numbers = f'"page":{number},"size":{size},"total":{total or 0}'.encode()
-        document = b'{"projectList":%b,%b}' % (projects, numbers)
-        return ProjectList(etag, document, next_after)
+            return ProjectList(etag, found.documents, None)
+        numbers = f'"page":{number},"size":{size},"total":{found.total or 0}'.encode()
+        document = b'{"projectList":%b,%b}' % (found.documents, numbers)
+        return ProjectList(etag, document, found.next_after)
 
     def add_token(self, account: str, digest: bytes, days: int | None = None) -> int:
         """Let a token act for the account for this many days, or for ever.
@@ -241,17 +274,19 @@ class Store:
         Returns the token's id.
         """
         now = self._now()
-        [(id,)] = self.engine.write(
-            """INSERT INTO token (account, digest, created_at, expires_at)
-            VALUES (:account, :digest, :now, :expires_at)
-            RETURNING id""",
-            {
-                "account": account,
-                "digest": digest,
-                "now": now,
-                "expires_at": None if days is None else now + days * DAY,
-            },
-        )
+        token = {
+            "account": account,
+            "digest": digest,
+            "now": now,
+            "expires_at": None if days is None else now + days * DAY,
+        }
+        with self.engine.writer() as connection:
+            [(id,)] = connection.fetch(
+                """INSERT INTO token (account, digest, created_at, expires_at)
+                VALUES (:account, :digest, :now, :expires_at)
+                RETURNING id""",
+                token,
+            )
         return int(id)
 
     def find_caller(self, digest: bytes) -> Caller | None:
@@ -273,12 +308,14 @@ class Store:
     def revoke_token(self, id: int) -> bool:
         """Make a token invalid; False if there is none with this id."""
         delete = "DELETE FROM token WHERE id = :id RETURNING id"
-        return bool(self.engine.write(delete, {"id": id}))
+        with self.engine.writer() as connection:
+            return bool(connection.fetch(delete, {"id": id}))
 
     def revoke_tokens(self, account: str) -> bool:
         """Make all tokens of the account invalid; False if it has none."""
         delete = "DELETE FROM token WHERE account = :account RETURNING id"
-        return bool(self.engine.write(delete, {"account": account}))
+        with self.engine.writer() as connection:
+            return bool(connection.fetch(delete, {"account": account}))
 
     def has_account(self, name: str) -> bool:
         """Whether `list_accounts` has it."""
@@ -303,7 +340,7 @@ class Store:
 
     def delete_account(self, name: str) -> None:
         """Delete the account and all that it owns, if there is such an account."""
-        with self.engine.transaction(COMMAND_TIMEOUT) as connection:
+        with self.engine.writer(COMMAND_TIMEOUT) as connection:
             for sql in (
                 # Locks the account's row, as every change of a Project does first: see
                 # engines/postgres.py. It makes the row if only tokens have the account.
@@ -318,36 +355,22 @@ class Store:
             ):
                 connection.fetch(sql, {"name": name})
 
-    def _change_parameters(
-        self, account: str, id: str, condition: Precondition
-    ) -> Parameters:
-        """For a statement that changes a Project if the condition allows it."""
-        if_match, if_none_match = condition
-        return project_parameters(account, id) | {
-            "now": self._now(),
-            "list_revision": new_revision(),
-            "if_match": None if if_match is None else json.dumps(if_match),
-            # None, so that the database parses nothing.
-            "if_none_match": json.dumps(if_none_match) if if_none_match else None,
-        }
-
-    def _refuse(self, account: str, id: str) -> NoReturn:
-        """Say why a change was not made. Raises NotFound, or Stale if there is the Project."""
-        self.get_project(account, id)
-        raise Stale
-
     def _now(self) -> int:
         return int(self._clock() * 1000)
 
 
-def project_parameters(account: str, id: str) -> Parameters:
-    # PostgreSQL refuses text with U+0000. No id has a "?", so it is not found with one.
-    return {"account": account, "id": id.replace("\0", "?")}
+def forget_keys(connection: Connection, account: str, before: int) -> None:
+    """Delete the oldest idempotency keys of an account, if they are from before this time.
 
-
-def new_revision() -> str:
-    """A new revision of an account's lists. On SQLite, triggers make another one."""
-    return secrets.token_hex(8)
+    Ten of them, so that no request takes long, and more go than come.
+    """
+    connection.fetch(
+        """DELETE FROM idempotency_key WHERE account = :account AND key IN
+            (SELECT key FROM idempotency_key
+            WHERE account = :account AND created_at < :before
+            ORDER BY created_at LIMIT 10)""",
+        {"account": account, "before": before},
+    )
 
 
 def etag_of(revision: str | None, page: Page | None) -> str:
@@ -356,7 +379,7 @@ def etag_of(revision: str | None, page: Page | None) -> str:
     return f"{revision or ''}-{'-'.join(numbers)}"
 
 
-def as_columns(fields: Fields) -> Parameters:
+def as_columns(fields: Fields) -> dict[str, object]:
     """The fields as they are stored. Raises KeyError for one that a caller cannot set."""
     columns = dict(fields)
     for name, value in fields.items():
@@ -365,7 +388,7 @@ def as_columns(fields: Fields) -> Parameters:
     return columns
 
 
-def fingerprint_of(columns: Parameters) -> bytes:
+def fingerprint_of(columns: Columns) -> bytes:
     """A SHA-256 digest of the fields, to compare requests with the same key.
 
     It is the same in every release. So a field that came after 1.2.0 counts only if it is

@@ -1,18 +1,15 @@
-"""Backup and restore: a whole database as one SQLite file, from and to either engine.
-
-It copies rows, and knows no rule of the store and no dialect but SQLite's.
-"""
+"""Backup and restore: a whole database as one SQLite file, from and to either engine."""
 
 import os
 import secrets
 import sqlite3
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from engines.base import COMMAND_TIMEOUT, Engine, Unavailable
+from engines.base import COMMAND_TIMEOUT, Connection, Engine, Unavailable
 from engines.fields import FIELDS
 from engines.files import new_file
 from engines.migrations import incompatibility, marked_version
@@ -27,24 +24,21 @@ COLUMNS = {
     "token": ("id", "account", "digest", "created_at", "expires_at"),
     "project": (*FIELDS, "account", "seq"),
     "part": ("id", "project", "kind", "account"),
-    "idempotency_key": ("account", "key", "fingerprint", "project"),
+    "idempotency_key": ("account", "key", "fingerprint", "project", "created_at"),
     # Last, since SQLite's triggers write it while `project` is filled.
     "account": ("name", "list_revision", "last_seq", "project_count"),
 }
-# Gives a row to each account that lacks one, and counts all Projects anew.
-RECOUNT = (
-    # Without the WHERE, SQLite would take ON for a part of a join.
-    """INSERT INTO account (name, list_revision)
-    SELECT DISTINCT account, '' FROM project WHERE true
-    ON CONFLICT (name) DO NOTHING""",
-    # Never lowered: it is higher than any seq if the last Projects were deleted.
-    """UPDATE account SET last_seq =
-        (SELECT max(seq) FROM project WHERE project.account = account.name)
-    WHERE last_seq < (SELECT max(seq) FROM project WHERE project.account = account.name)""",
-    """UPDATE account SET project_count =
-        (SELECT count(*) FROM project WHERE project.account = account.name)""",
-    "UPDATE account SET list_revision = :list_revision",
-)
+# A row for each account, with its Projects counted anew. `last_seq` is never lowered: it is higher
+# than any seq if the last Projects were deleted.
+REBUILD_ACCOUNTS = """
+    INSERT INTO account (name, list_revision, last_seq, project_count)
+    SELECT name, :list_revision, max(last_seq), sum(project_count)
+    FROM (SELECT name, last_seq, 0 AS project_count FROM account
+        UNION ALL SELECT account, max(seq), count(*) FROM project GROUP BY account) AS found
+    WHERE true  -- or SQLite would take ON for a part of a join
+    GROUP BY name
+    ON CONFLICT (name) DO UPDATE SET list_revision = excluded.list_revision,
+        last_seq = excluded.last_seq, project_count = excluded.project_count"""
 
 
 def no_progress(rows: Stream, _count: int) -> Stream:
@@ -109,7 +103,9 @@ def scratch(folder: str | None) -> TemporaryDirectory[str]:
 def copy_file(path: str, to: str) -> None:
     """Copy a backup without its triggers and views. Raises BadBackup, sqlite3.Error."""
     if not os.path.isfile(path):  # SQLite would wait for the writer of a pipe
-        raise BadBackup("this is no file")
+        raise BadBackup("not a regular file")
+    if os.path.getsize(path) == 0:
+        raise BadBackup("the file is empty")
     uri = f"{Path(path).absolute().as_uri()}?mode=ro"
     with (
         closing(sqlite3.connect(uri, uri=True)) as file,
@@ -139,30 +135,41 @@ def copy_rows(source: Engine, target: Engine, progress: Progress) -> None:
     """Copy the rows of every table, in one transaction on each side.
 
     The Projects of each account are counted anew. The lists get new ETags, since something
-    other than the service may have written to the source.
+    other than the service may have written to the source. Raises Unavailable unless the
+    target is empty.
     """
-    # An error passes through `outage` of both engines, first of the target. If both are SQLite,
-    # the target takes an error of the source for its own, and names its file. That is rare, since
-    # `copy_file` has checked the source.
-    with (
-        source.lend(writes=False) as reader,
-        target.transaction(COMMAND_TIMEOUT) as writer,
-    ):
+    # An error passes through `translate_error` of both engines, first of the target. If both are
+    # SQLite, the target takes an error of the source for its own, and names its file. That is rare,
+    # since `copy_file` has checked the source.
+    with source.acquire() as reader, target.writer(COMMAND_TIMEOUT) as writer:
         reader.begin_snapshot()
-        for table in COLUMNS:
-            if writer.fetch(f"SELECT 1 FROM {table} LIMIT 1", {}):
-                raise Unavailable("the database to fill is not empty")
-        for table, columns in COLUMNS.items():
-            if table == "account":  # which SQLite's triggers have filled
-                writer.fetch("DELETE FROM account", {})
-            [(count,)] = reader.fetch(f"SELECT count(*) FROM {table}", {})
-            select = f"SELECT {', '.join(columns)} FROM {table}"
-            # The other tables are short.
-            show = progress if table == "project" else no_progress
-            # Closed before its connection, also after a row that was refused.
-            with closing(show(reader.stream(select), count)) as shown:
-                writer.insert(table, columns, shown)
-        revision = {"list_revision": secrets.token_hex(8)}
-        for sql in (*target.AFTER_FILLING, *RECOUNT):
-            writer.fetch(sql, revision)
+        is_empty = not any(
+            writer.fetch(f"SELECT 1 FROM {table} LIMIT 1", {}) for table in COLUMNS
+        )
+        if is_empty:
+            for table, columns in COLUMNS.items():
+                copy_table(reader, writer, table, columns, progress)
+            writer.advance_token_sequence()
+            writer.fetch(REBUILD_ACCOUNTS, {"list_revision": secrets.token_hex(8)})
         reader.commit()
+    if not is_empty:
+        raise Unavailable("the database to fill is not empty")
+
+
+def copy_table(
+    reader: Connection,
+    writer: Connection,
+    table: str,
+    columns: Iterable[str],
+    progress: Progress,
+) -> None:
+    if table == "account":
+        # SQLite's triggers have filled it with lower values of last_seq.
+        writer.fetch("DELETE FROM account", {})
+    [(count,)] = reader.fetch(f"SELECT count(*) FROM {table}", {})
+    select = f"SELECT {', '.join(columns)} FROM {table}"
+    # The other tables are short.
+    show = progress if table == "project" else no_progress
+    # Closed before its connection, also after a row that was refused.
+    with closing(show(reader.stream(select), count)) as rows:
+        writer.insert(table, columns, rows)

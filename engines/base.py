@@ -1,27 +1,27 @@
-"""What an engine is: one kind of database, with its connections and its circuit breakers.
+"""What an engine is: one kind of database, with its statements and connections."""
 
-It knows no rule of the store, and no dialect of SQL.
-"""
-# Tested in tests/test_store.py, and its breaker in tests/test_sqlite.py.
-
+import json
 import os
+import secrets
 import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Any, NamedTuple
 
-from engines.migrations import SCHEMA_VERSION, incompatibility
+from engines.migrations import EMPTY, SCHEMA_VERSION, incompatibility
 
 Parameters = dict[str, Any]  # of a statement, by name
 Rows = list[Any]
+Columns = dict[str, object]  # some of a Project's, as they are stored
+REQUEST_TIMEOUT = 4.5  # seconds for a statement or a transaction of a request
 COMMAND_TIMEOUT = 3600  # seconds for a backup, a restore, a migration, a deletion
 PAUSE = 1.0  # seconds for which a breaker refuses everybody
 TRIAL_INTERVAL = 5.0  # seconds between two callers whom a half-open breaker lets try
-EMPTY = 0  # in the place of a schema version: the database has no tables
 
 
 class Unavailable(Exception):
@@ -35,56 +35,159 @@ class OutcomeUnknown(Unavailable):
     """A write may or may not have been made: its connection or its disk failed."""
 
 
-class Connection(Protocol):
-    """A connection of either driver. One thread at a time uses it.
+class Project(NamedTuple):
+    id: str
+    etag: str  # version and updated_at: never the same for other content, even after a restore
+    document: bytes  # JSON
 
-    A statement has its parameters as `:name`. It has no `%`, and no other `:name`. Unless `begin`
-    was called, it is a transaction of its own.
+
+class ProjectPage(NamedTuple):
+    """A part of an account's list; the first two are None if the account has no row."""
+
+    list_revision: str | None
+    total: int | None  # all Projects of the account
+    next_after: int | None  # the seq of the last Project here, if more follow
+    documents: bytes  # a JSON array
+
+
+class Precondition(NamedTuple):
+    """Which ETags a Project may have, for a change to be made (RFC 9110 13.1)."""
+
+    if_match: Sequence[str] | None = None  # one of these; None: any
+    if_none_match: Sequence[str] = ()  # none of these
+
+
+class Connection(ABC):
+    """A connection, which one thread at a time uses.
+
+    A statement has its parameters as `:name`. It has no `%`, and no other `:name`. It is a
+    transaction of its own unless `begin` was called.
     """
 
-    # Whether a write that fails now may have been committed nevertheless: always, for a statement
-    # outside of a transaction; in one, only during the COMMIT. `begin` and `commit` set it.
-    may_have_committed: bool
+    # Those that return a Project return its id, its ETag and its document; or no row.
+    GET: str
+    # The columns of a ProjectPage: Projects behind the seq :after, less the first :offset, at
+    # most :size.
+    LIST: str
+    # The last statement returns the Project. One without a row ends it: the account is full.
+    CREATE: tuple[str, ...]
+    # <changes> stands for assignments to columns, each with a comma after it.
+    UPDATE: str
+    # Returns the id, or no row.
+    DELETE: str
+    needs_transaction = False  # even for one statement that writes
+    # Whether a write that fails now may have been committed nevertheless. In a transaction, that
+    # can only be so during the COMMIT. `Engine.writer` sets it.
+    may_have_committed = True
 
+    def get_project(self, account: str, id: str) -> Project | None:
+        rows = self.fetch(self.GET, project_parameters(account, id))
+        return Project(*rows[0]) if rows else None
+
+    def list_projects(
+        self, account: str, size: int, after: int, offset: int
+    ) -> ProjectPage:
+        page = {"account": account, "size": size, "after": after, "offset": offset}
+        [row] = self.fetch(self.LIST, page)
+        return ProjectPage(*row)
+
+    def create_project(
+        self, account: str, id: str, columns: Columns, now: int, limit: int
+    ) -> Project | None:
+        """Add a Project with these columns; None if the account has `limit` or more."""
+        parameters = project_parameters(account, id) | new_revision() | columns
+        parameters |= {"now": now, "limit": limit}
+        rows: Rows = []
+        for statement in self.CREATE:
+            rows = self.fetch(statement, parameters)
+            if not rows:
+                return None
+        return Project(*rows[0])
+
+    def update_project(
+        self, account: str, id: str, columns: Columns, now: int, condition: Precondition
+    ) -> Project | None:
+        """Change these columns; None if the condition fails or there is no such Project."""
+        changes = "".join(map("{0} = :{0}, ".format, columns))
+        parameters = change_parameters(account, id, condition) | columns | {"now": now}
+        rows = self.fetch(self.UPDATE.replace("<changes>", changes), parameters)
+        return Project(*rows[0]) if rows else None
+
+    def delete_project(self, account: str, id: str, condition: Precondition) -> bool:
+        """False if the condition fails or there is no such Project."""
+        return bool(self.fetch(self.DELETE, change_parameters(account, id, condition)))
+
+    @abstractmethod
     def fetch(self, sql: str, parameters: Parameters) -> Rows:
         """Run a statement and return all its rows."""
 
-    def write(self, sql: str, parameters: Parameters) -> Rows:
-        """Run a statement that writes, and return all its rows."""
-        return self.fetch(sql, parameters)
+    @abstractmethod
+    def begin(self, seconds: float) -> None:
+        """Begin a transaction that writes, and may take this long."""
 
-    def create(self, values: Parameters) -> Rows:
-        """Add a Project with these values of its columns. Return it as Engine.GET does.
+    @abstractmethod
+    def commit(self) -> None:
+        """Commit the transaction, if there is one."""
 
-        If the account has :max_projects, add none and return no row.
-        """
+    @abstractmethod
+    def rollback(self) -> None: ...
 
-    def update(self, columns: Iterable[str], values: Parameters) -> Rows:
-        """Set these columns of one Project if its ETag is allowed, as in Engine.DELETE.
-
-        Return it as Engine.GET does, or no row.
-        """
-
-    def begin(self, seconds: int) -> None:
-        """Begin a transaction that writes. It may take this long; 0: as long as a request."""
-
-    def commit(self) -> None: ...
-
+    @abstractmethod
     def close(self) -> None: ...
+
+    def is_usable(self) -> bool:
+        """Whether the connection can be used after it was idle."""
+        return True
+
+    def start_request(self) -> None:
+        """From now on, the time of a request runs."""
+
+    @abstractmethod
+    def bring_up_to_date(self, engine: "Engine", creates: bool) -> int:
+        """Migrate the tables, or create them; leave alone what is not ours.
+
+        Returns the schema version that they had. Raises Unavailable: see Engine.scripts_for.
+        """
 
     # For backup and restore alone:
 
+    @abstractmethod
     def begin_snapshot(self) -> None:
         """Begin a long transaction that sees the database as it is at its first statement.
 
         On a cluster, each account is seen as it is at a moment of its own.
         """
 
+    @abstractmethod
     def stream(self, sql: str) -> Generator[Any]:
         """The rows of a statement, one by one, without holding all of them in memory."""
 
+    @abstractmethod
     def insert(self, table: str, columns: Iterable[str], rows: Iterable[Any]) -> None:
         """Add the rows to a table."""
+
+    def advance_token_sequence(self) -> None:
+        """Let the ids of tokens go on after those that were inserted."""
+
+
+def project_parameters(account: str, id: str) -> Parameters:
+    # PostgreSQL refuses text with U+0000. No id has a "?", so it is not found with one.
+    return {"account": account, "id": id.replace("\0", "?")}
+
+
+def new_revision() -> Parameters:
+    """A new revision of an account's lists. On SQLite, the triggers make another one."""
+    return {"list_revision": secrets.token_hex(8)}
+
+
+def change_parameters(account: str, id: str, condition: Precondition) -> Parameters:
+    if_match, if_none_match = condition
+    conditions = {
+        "if_match": None if if_match is None else json.dumps(if_match),
+        # None, so that the database parses nothing.
+        "if_none_match": json.dumps(if_none_match) if if_none_match else None,
+    }
+    return project_parameters(account, id) | new_revision() | conditions
 
 
 class Breaker:
@@ -92,15 +195,17 @@ class Breaker:
 
     Closed, it lets everybody pass. It opens for PAUSE seconds, in which nobody passes. Then it
     is half-open: one caller may try, and closes it unless that times out as well. If the caller
-    has no answer after TRIAL_INTERVAL, one more may try.
+    has no response after TRIAL_INTERVAL, one more may try.
     """
 
     def __init__(self) -> None:
+        self._is_closed = True
         self._retry_at = 0.0  # on the clock of time.monotonic()
-        self.is_closed = True
 
     def admit(self) -> None:
-        """Raise Unavailable for a caller who may not pass. Call it unless `is_closed`."""
+        """Raises Unavailable for a caller who may not pass."""
+        if self._is_closed:
+            return
         now = time.monotonic()
         if now < self._retry_at:
             raise Unavailable("not tried: requests have just timed out")
@@ -108,14 +213,14 @@ class Breaker:
 
     def open(self) -> None:
         self._retry_at = time.monotonic() + PAUSE
-        self.is_closed = False
+        self._is_closed = False
 
     def close(self) -> None:
-        self.is_closed = True
+        self._is_closed = True
 
 
 class Engine(ABC):
-    """A database: it lends connections, and says what their errors mean.
+    """A database: its connections, and what their errors mean.
 
     Idle connections are kept by process id, since after a fork the child may neither use nor
     close those of its parent.
@@ -123,38 +228,27 @@ class Engine(ABC):
 
     SCHEMA: str  # the name of the file with the tables
     MIGRATIONS: dict[int, str]  # by the schema version that they lead to
-    # Returns one Project, as its id, its ETag and its JSON document; or no row.
-    GET: str
-    # Deletes one Project if its ETag is allowed: :if_match and :if_none_match are JSON arrays of
-    # ETags, or null for no condition. Returns the id, or no row.
-    DELETE: str
-    # Returns one page as a row: the account's list_revision and project_count, the parameter
-    # `after` of the next page or null, and a JSON array. The page starts behind the `seq`
-    # :after, skips :offset Projects and has up to :size.
-    LIST: str
-    # For backup and restore alone:
-    AFTER_FILLING: tuple[str, ...] = ()  # statements
     ERROR: type[Exception]  # the base of the driver's errors
+    name: str  # of the database, as an operator knows it, without a password
     folder: str | None = None  # where the database is, if it is a file
-    name: str  # of the database, as an operator knows it; without a password
-    is_default = False  # no setting names it
-    was_created = False  # by this object
+    is_default = False  # no setting names the database
 
     def __init__(self) -> None:
         self.idle: dict[int, list[Connection]] = defaultdict(list)
-        self._read_breaker, self._write_breaker = Breaker(), Breaker()
+        self.read_breaker, self.write_breaker = Breaker(), Breaker()
+        self.is_up_to_date = False
+        self._was_created = False  # by this object, and not yet reported
         weakref.finalize(self, close_idle, self.idle)  # at the latest as Python exits
 
     @abstractmethod
-    def connect(self, creates: bool = False) -> Connection:
-        """A new connection. The first one brings the tables up to date.
+    def open_connection(self, creates: bool) -> Connection:
+        """A new connection. With `creates`, create the file that is missing.
 
-        Only with `creates` does it create missing tables. Raises Unavailable, or an error
-        that `outage` knows.
+        Raises Unavailable, or an error that `translate_error` knows.
         """
 
     @abstractmethod
-    def outage(
+    def translate_error(
         self, error: BaseException, may_have_committed: bool
     ) -> Unavailable | None:
         """The outage that an error means; None for a defect.
@@ -172,7 +266,7 @@ class Engine(ABC):
 
     def create_database(self) -> bool:
         """Create the database unless there is one; True if it was. Raises Unavailable."""
-        return self._prepare(creates=True)
+        return self._first_use(creates=True)
 
     def open_database(self) -> bool:
         """Bring the database up to date, and create it only if it is the default one.
@@ -180,12 +274,12 @@ class Engine(ABC):
         In place of one that a setting names, an empty database would hide a lost one, or a
         path that is slightly wrong. Returns whether it was created. Raises Unavailable.
         """
-        return self._prepare(creates=self.is_default)
+        return self._first_use(creates=self.is_default)
 
-    def _prepare(self, creates: bool) -> bool:
-        with self.lend(writes=True, creates=creates):
+    def _first_use(self, creates: bool) -> bool:
+        with self.acquire(writes=True, creates=creates):
             pass
-        was_created, self.was_created = self.was_created, False
+        was_created, self._was_created = self._was_created, False
         return was_created
 
     def check(self) -> None:
@@ -194,88 +288,118 @@ class Engine(ABC):
 
     def read(self, sql: str, parameters: Parameters) -> Rows:
         """Run a statement and return all its rows. Raises Unavailable."""
-        with self.lend(writes=False) as connection:
+        with self.acquire() as connection:
             return connection.fetch(sql, parameters)
 
-    def write(self, sql: str, parameters: Parameters) -> Rows:
-        """Run a statement that writes. Raises Unavailable, OutcomeUnknown."""
-        with self.writer() as connection:
-            return connection.write(sql, parameters)
+    def acquire(self, writes: bool = False, creates: bool = False) -> "Acquisition":
+        """A context that has a connection. It raises Unavailable, OutcomeUnknown."""
+        return Acquisition(self, writes, creates)
 
     @contextmanager
-    def writer(self) -> Iterator[Connection]:
-        """Lend a connection for one write. Raises Unavailable, OutcomeUnknown."""
-        with self.lend(writes=True) as connection, self.write_lock():
-            yield connection
+    def writer(self, seconds: float | None = None) -> Iterator[Connection]:
+        """A connection for one statement that writes. Raises Unavailable, OutcomeUnknown.
 
-    @contextmanager
-    def transaction(self, seconds: int = 0) -> Iterator[Connection]:
-        """A transaction of several statements. Raises Unavailable, OutcomeUnknown.
-
-        It may take this many seconds; by default, as long as a request may.
+        With `seconds`, it is for several statements: a transaction that may take this long.
         """
-        with self.writer() as connection:
-            connection.begin(seconds)
+        with self.acquire(writes=True) as connection, self.write_lock():
+            if seconds is None and not connection.needs_transaction:
+                yield connection
+                return
+            connection.may_have_committed = False
+            connection.begin(seconds or REQUEST_TIMEOUT)
             yield connection
+            connection.may_have_committed = True
             connection.commit()
 
-    @contextmanager
-    def lend(self, writes: bool, creates: bool = False) -> Iterator[Connection]:
-        """Lend an idle connection, or a new one. After an error, it is closed.
+    def connect(self, creates: bool) -> Connection:
+        """A new connection. The first one brings the tables up to date.
 
-        Raises the outage that the error means, if it means one.
+        Only with `creates` does it create missing ones. Raises as `open_connection` does.
         """
-        breaker = self._write_breaker if writes else self._read_breaker
-        if not breaker.is_closed:
-            breaker.admit()
-        connection = None
+        connection = self.open_connection(creates)
         try:
-            connection = self.take_idle() or self.connect(creates)
-            yield connection
-        except BaseException as error:
-            may_have_committed = bool(
-                writes and connection and connection.may_have_committed
-            )
-            if connection:
-                connection.close()
-            if self.is_timeout(error):
-                breaker.open()
-            else:
-                breaker.close()  # what fails at once keeps nobody waiting
-            if outage := self.outage(error, may_have_committed):
-                raise outage from error
+            if not self.is_up_to_date:
+                version = connection.bring_up_to_date(self, creates)
+                self._was_created = version == EMPTY
+                self.is_up_to_date = True
+        except BaseException:
+            connection.close()
             raise
-        if not breaker.is_closed:
-            breaker.close()
-        self.idle[os.getpid()].append(connection)
+        return connection
 
-    def take_idle(self) -> Connection | None:
-        """A connection that is idle, if there is one."""
-        try:
-            return self.idle[os.getpid()].pop()
-        except IndexError:
-            return None
+    def idle_connection(self) -> Connection | None:
+        """A connection that is idle and can be used, if there is one."""
+        idle = self.idle[os.getpid()]
+        with suppress(IndexError):  # other threads take some, too
+            while not (connection := idle.pop()).is_usable():
+                connection.close()
+            connection.start_request()
+            return connection
+        return None
 
     def close(self) -> None:
         """Close the idle connections. The engine can still be used, and opens new ones."""
         close_idle(self.idle)
 
-    def scripts_for(self, version: int | None, creates: bool) -> list[str]:
+    def scripts_for(self, version: int, creates: bool) -> list[str]:
         """What creates the tables, or brings those of this schema version up to date.
 
-        `version` is None for the database of another program. Raises Unavailable for one that
-        this release cannot use, and for an empty one unless the caller `creates` the tables.
+        Raises Unavailable for a version that this release cannot use, and for an empty database
+        unless the caller `creates` the tables.
         """
         if version == EMPTY:
             if not creates:
                 raise Unavailable("the database is empty; run `flask init-db`")
-            self.was_created = True
             return [Path(__file__).with_name(self.SCHEMA).read_text()]
         if reason := incompatibility(version):
             raise Unavailable(f"the database was {reason}")
-        assert version is not None  # incompatibility(None) has raised
         later = range(version + 1, SCHEMA_VERSION + 1)
         return [self.MIGRATIONS[each] for each in later]
+
+
+class Acquisition:
+    """A context that has a connection, and releases it, or closes it after an error.
+
+    A class, since a generator would cost a read a tenth of its time.
+    """
+
+    def __init__(self, engine: Engine, writes: bool, creates: bool) -> None:
+        self._engine, self._writes, self._creates = engine, writes, creates
+        self._breaker = engine.write_breaker if writes else engine.read_breaker
+
+    def __enter__(self) -> Connection:
+        self._breaker.admit()
+        engine = self._engine
+        try:
+            self._connection = engine.idle_connection() or engine.connect(self._creates)
+        except BaseException as error:
+            self._fail(error, may_have_committed=False)
+            raise
+        return self._connection
+
+    def __exit__(
+        self,
+        _: type[BaseException] | None,
+        error: BaseException | None,
+        __: TracebackType | None,
+    ) -> None:
+        connection = self._connection
+        if error is None:
+            self._breaker.close()
+            self._engine.idle[os.getpid()].append(connection)
+            return
+        may_have_committed = self._writes and connection.may_have_committed
+        connection.close()
+        self._fail(error, may_have_committed)
+
+    def _fail(self, error: BaseException, may_have_committed: bool) -> None:
+        """Raise the outage that the error means, if it means one."""
+        if self._engine.is_timeout(error):
+            self._breaker.open()
+        else:
+            self._breaker.close()  # what fails at once keeps nobody waiting
+        if outage := self._engine.translate_error(error, may_have_committed):
+            raise outage from error
 
 
 def close_idle(idle: dict[int, list[Connection]]) -> None:

@@ -1,7 +1,7 @@
 """The fields of a Project: their order, their types, and who sets them.
 
-It contains no SQL. The documents and the changes of Projects are made from it. CONTRIBUTING.md
-says where else a new field goes.
+The documents and the changes of Projects are made from it. CONTRIBUTING.md says where else a new
+field goes.
 """
 
 from typing import NamedTuple

@@ -1,20 +1,21 @@
-"""Files: a new one gets its name once it is complete, and none is taken for another.
-
-It opens no database, and knows nothing of what is in one.
-"""
-# Tested in tests/test_sqlite.py and tests/test_backup.py.
+"""Files: a new one gets its name once it is complete, and none is taken for another."""
 
 import errno
 import fcntl
 import os
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
-from engines.base import Unavailable
+from engines.base import OutcomeUnknown, Unavailable
 
-POLL_INTERVAL = 0.0002  # seconds between two attempts to take an flock
+POLL_INTERVAL = 0.0002  # seconds between two attempts to acquire an flock
+FileID = tuple[int, int] | None  # device and inode; None: no file was seen yet
+# The connections to database files, each by the process that opened it: of this process, and
+# those that a parent had open when it forked.
+USERS: list[tuple[FileID, int]] = []
 
 
 @contextmanager
@@ -74,8 +75,7 @@ class DatabaseFile:
         # SQLite puts its own files beside the file that a link leads to.
         self.target = os.path.realpath(self.path)
         self._makes_folder = makes_folder
-        # Its device and inode; None: no file was seen yet.
-        self._id: tuple[int, int] | None = None
+        self._id: FileID = None
         with suppress(Unavailable):  # the first use will say what is wrong
             self.check_identity()
 
@@ -98,6 +98,8 @@ class DatabaseFile:
         """Raise this outage if the name leads to no file, or to another than the first one."""
         try:
             found = os.stat(self.path)
+            if stat.S_ISDIR(found.st_mode):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         except FileNotFoundError:
             missing = f"no database at {self.path}; run `flask init-db`"
             removed = f"the database file was removed: {self.path}"
@@ -111,12 +113,28 @@ class DatabaseFile:
                 f"the database file was replaced; restart the service: {self.path}"
             )
 
+    def add_user(self) -> None:
+        """Count a connection of this process.
+
+        Raises Unavailable if this process was forked from one that had the file open. It has
+        inherited SQLite's record of the locks that are held there, but not the locks, so it
+        would take none for its own connections.
+        """
+        if any(id == self._id and pid != os.getpid() for id, pid in list(USERS)):
+            raise Unavailable(f"opened before this process forked: {self.path}")
+        USERS.append((self._id, os.getpid()))
+
+    def remove_user(self) -> None:
+        USERS.remove((self._id, os.getpid()))
+
     @contextmanager
     def lock(self, deadline: float) -> Iterator[None]:
         """Hold an flock on the file `-lock`, waiting until this time of time.monotonic().
 
-        Raises OSError; TimeoutError at the deadline.
+        Raises OSError; TimeoutError at the deadline; and Unavailable if the file has lost its
+        name, or OutcomeUnknown if that happened under the lock.
         """
+        self.check_identity()
         path = f"{self.target}-lock"
         try:
             file = os.open(path, os.O_RDONLY)
@@ -135,6 +153,22 @@ class DatabaseFile:
                 fcntl.flock(file, fcntl.LOCK_UN)
         finally:
             os.close(file)
+        self.check_identity(OutcomeUnknown)
+
+
+class Memory:
+    """In the place of a DatabaseFile, for a database in memory: there is nothing to look at."""
+
+    def create(self) -> None: ...
+
+    def check_identity(self) -> None: ...
+
+    def add_user(self) -> None: ...
+
+    def remove_user(self) -> None: ...
+
+    def lock(self, _deadline: float) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def create_empty(path: str) -> None:

@@ -3,25 +3,24 @@
 The text of a migration that was released is frozen: it takes nothing from other modules, and no
 later change of a table touches it.
 """
-# Tested in tests/test_migrations.py.
 
 APPLICATION_ID = 0x67617264  # "gard": marks a database as ours
 SCHEMA_VERSION = 4  # of the tables in sqlite.sql and postgresql.sql
 OLDEST = 3  # that can be brought up to date: of releases 2.0.0 and 2.1.0
+# In the place of a schema version:
+EMPTY = 0  # the database has no tables
+FOREIGN = -1  # it is another program's
 
 
-def marked_version(application_id: int, user_version: int) -> int | None:
-    """The schema version in the header of a SQLite file; None if it does not have our mark."""
+def marked_version(application_id: int, user_version: int) -> int:
+    """The schema version in the header of a SQLite file that is not empty, or FOREIGN."""
     is_ours = application_id == APPLICATION_ID and user_version > 0
-    return user_version if is_ours else None
+    return user_version if is_ours else FOREIGN
 
 
-def incompatibility(version: int | None) -> str | None:
-    """Why this release cannot use a database, to follow "it was"; None if it can.
-
-    `version` is None for the database of another program.
-    """
-    if version is None:
+def incompatibility(version: int) -> str | None:
+    """Why this release cannot use a database, to follow "it was"; None if it can."""
+    if version == FOREIGN:
         return "made by another program"
     if version < OLDEST:
         return "made before release 2.0.0; start release 2.1.0 on it first"
@@ -56,14 +55,23 @@ CREATE TABLE part (
         REFERENCES project (account, id) ON DELETE CASCADE) STRICT;
 INSERT INTO part (id, project, kind, account)
     SELECT part_3.id, project, kind, account
-    FROM part_3 JOIN project_3 ON project_3.id = project;
+    FROM part_3 LEFT JOIN project_3 ON project_3.id = project;
 DROP TABLE part_3;
 DROP TABLE project_3;
 CREATE INDEX part_project ON part (account, project);
 ALTER TABLE account RENAME COLUMN revision TO list_revision;
 ALTER TABLE account RENAME COLUMN created TO last_seq;
 ALTER TABLE account RENAME COLUMN projects TO project_count;
-ALTER TABLE idempotency_key RENAME COLUMN digest TO fingerprint;
+ALTER TABLE idempotency_key RENAME TO idempotency_key_3;
+CREATE TABLE idempotency_key (
+    account TEXT NOT NULL, key TEXT NOT NULL, fingerprint BLOB NOT NULL,
+    project TEXT NOT NULL, created_at INTEGER NOT NULL,
+    PRIMARY KEY (account, key)) STRICT, WITHOUT ROWID;
+INSERT INTO idempotency_key (account, key, fingerprint, project, created_at)
+    SELECT account, key, digest, project, strftime('%s', 'now') * 1000
+    FROM idempotency_key_3;
+DROP TABLE idempotency_key_3;
+CREATE INDEX idempotency_key_created_at ON idempotency_key (account, created_at);
 CREATE TRIGGER project_insert AFTER INSERT ON project BEGIN
     INSERT INTO account (name, list_revision, last_seq, project_count)
     VALUES (new.account, hex(randomblob(8)), new.seq, 1)
@@ -94,5 +102,9 @@ ALTER TABLE account RENAME revision TO list_revision;
 ALTER TABLE account RENAME created TO last_seq;
 ALTER TABLE account RENAME projects TO project_count;
 ALTER TABLE idempotency_key RENAME digest TO fingerprint;
+ALTER TABLE idempotency_key ADD created_at bigint;
+UPDATE idempotency_key SET created_at = extract(epoch FROM now())::bigint * 1000;
+ALTER TABLE idempotency_key ALTER created_at SET NOT NULL;
+CREATE INDEX idempotency_key_created_at ON idempotency_key (account, created_at);
 """,
 }

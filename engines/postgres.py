@@ -1,26 +1,21 @@
-"""The engine on a PostgreSQL server or a Citus cluster, for a service on several machines.
-
-It holds what differs from SQLite. That includes how a change of a Project raises its version, tests
-the precondition and updates the account, which on SQLite is done by triggers.
-"""
+"""The engine on a PostgreSQL server or a Citus cluster, for a service on several machines."""
 
 import re
 import select
 import time
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable
 from functools import cache, cached_property, partial
 from typing import Any
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
-from psycopg.pq import TransactionStatus
 
-from engines import base, migrations
+from engines import migrations
 from engines.base import (
     COMMAND_TIMEOUT,
-    EMPTY,
+    REQUEST_TIMEOUT,
+    Connection,
     Engine,
     OutcomeUnknown,
     Parameters,
@@ -28,14 +23,17 @@ from engines.base import (
     Unavailable,
 )
 from engines.fields import FIELDS, SETTABLE, TEXT
+from engines.migrations import EMPTY, FOREIGN
 
 MAX_KEPT = 16_384  # bytes of a document that an idle cursor may hold in memory
-TIMEOUT = 4.5  # seconds for a statement or a transaction, and for the connect before it
 CONNECT_TIMEOUT = 2  # seconds for each host; libpq takes no less
 STATEMENT_TIMEOUT = 4  # seconds, after which the server itself ends a statement
 ROW_LOCK_TIMEOUT = 1  # seconds that a statement may wait for a lock
+STILL_ARRIVING = 50  # milliseconds between two parts of a long response, at most
+# Firewalls and load balancers forget a connection that was idle for four minutes or longer.
+KEEPALIVES = {"keepalives_idle": 60, "keepalives_interval": 10}  # seconds
 # Beginnings of SQLSTATEs. A statement that fails with one has changed nothing. (Only for a COMMIT
-# on Citus that is not known: see ClusterConnection.)
+# on Citus that is not known: see ClusterConnection.commit.)
 OUTAGES = (
     "25006",  # the server is a standby
     "3F000",  # no schema
@@ -53,10 +51,11 @@ OUTAGES = (
 # word for the schema version.
 MARK = "Gardening Project Service, layout "
 INSPECT = f"""
-SELECT current_setting('server_encoding'),
+SELECT current_setting('server_encoding'), coalesce(
     substring(obj_description(to_regclass('project'), 'pg_class') FROM '^{MARK}([0-9]+)$')::int,
-    (SELECT count(*) FROM information_schema.tables
-    WHERE table_schema = current_schema() AND table_type = 'BASE TABLE')
+    (SELECT {FOREIGN} FROM information_schema.tables
+    WHERE table_schema = current_schema() AND table_type = 'BASE TABLE' LIMIT 1),
+    {EMPTY})
 """
 # Whatever the server's defaults, writers of an account wait for each other instead of
 # failing, and a commit waits for the disk and the synchronous standby.
@@ -81,179 +80,89 @@ def document_sql() -> str:
 
 DOCUMENT = document_sql()
 ETAG = "(version::text || '-' || updated_at::text)"
-ID_ETAG_DOCUMENT = f"id, {ETAG}, convert_to({DOCUMENT}, 'UTF8')"
-PROJECT_IF_ALLOWED = f"""id = :id AND account = :account
-    AND (:if_match::jsonb IS NULL OR :if_match::jsonb ? {ETAG})
+ETAG_IS_ALLOWED = f"""(:if_match::jsonb IS NULL OR :if_match::jsonb ? {ETAG})
     AND (:if_none_match::jsonb IS NULL OR NOT :if_none_match::jsonb ? {ETAG})"""
-
-# The order of locks: every change of a Project, and the deletion of an account, locks the account's
-# row first. So the revisions of an account are in the order of the commits, and no two writers can
-# deadlock. There is one exception. Store._create_once locks the row of the key before. But if the
-# key is new, nobody else can see its row until the commit; and a writer who finds an old key does
-# not go on to the account.
-#
-# A change tests its condition twice. With the account: a change that is not allowed finds no
-# account, and so locks nothing. With the Project: while the statement waited for the account's
-# lock, another writer may have changed the Project. At the level READ COMMITTED, PostgreSQL
-# evaluates a WHERE again on the newest version of such a row. If only this second test refuses an
-# update, the account's lists have got a new revision for nothing.
-ACCOUNT_IF_ALLOWED = (
-    f"name = :account AND EXISTS (SELECT FROM project WHERE {PROJECT_IF_ALLOWED})"
-)
-COUNT_ONE_MORE = """INSERT INTO account AS present
-        (name, last_seq, project_count, list_revision)
+# No row comes back if the account is full.
+COUNT_PROJECT = """
+    INSERT INTO account AS present (name, last_seq, project_count, list_revision)
     VALUES (:account, 1, 1, :list_revision)
     ON CONFLICT (name) DO UPDATE SET last_seq = present.last_seq + 1,
         project_count = present.project_count + 1,
         list_revision = excluded.list_revision
-    WHERE present.project_count < :max_projects
+    WHERE present.project_count < :limit
     RETURNING name, last_seq"""
-# Ends in FROM. What follows yields the account's row: the CTE `counted`, or on Citus the table
-# `account`. The Project's account is taken from that row, not from :account. So Citus sees that
-# both tables are joined by the account, and are on the same node.
-INSERT_FROM = f"""INSERT INTO project AS made
-        (id, account, seq, created_at, updated_at, {", ".join(SETTABLE)})
-    SELECT :id, name, last_seq, :now, :now, :{", :".join(SETTABLE)} FROM"""
 
 
-class Silence(psycopg.OperationalError):
+class ServerTimeout(psycopg.OperationalError):
     """The server did not respond in time."""
 
 
-class PostgreSQL(Engine):
-    """A database on a server, or on a cluster of them."""
+class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
+    """A connection that gives up at its deadline, even while a commit waits for a standby."""
 
-    SCHEMA = "postgresql.sql"
-    MIGRATIONS = migrations.POSTGRESQL
-    GET = (
-        f"SELECT {ID_ETAG_DOCUMENT} FROM project WHERE id = :id AND account = :account"
-    )
-    DELETE = f"""WITH held AS
-            (SELECT list_revision FROM account WHERE {ACCOUNT_IF_ALLOWED} FOR UPDATE),
-        deleted AS (DELETE FROM project USING held WHERE {PROJECT_IF_ALLOWED} RETURNING id),
-        counted AS (UPDATE account
-            SET project_count = project_count - 1, list_revision = :list_revision
-            FROM deleted WHERE name = :account)
-        SELECT id FROM deleted"""
-    LIST = f"""SELECT (SELECT list_revision FROM account WHERE name = :account),
+    GET = f"""
+        SELECT id, {ETAG}, convert_to({DOCUMENT}, 'UTF8')
+        FROM project
+        WHERE id = :id AND account = :account"""
+    LIST = f"""
+        SELECT (SELECT list_revision FROM account WHERE name = :account),
             (SELECT project_count FROM account WHERE name = :account),
-            nullif(max(seq), (SELECT max(seq) FROM project WHERE account = :account))
-                AS next_after,
+            nullif(max(seq), (SELECT max(seq) FROM project WHERE account = :account)),
             convert_to(concat('[', string_agg({DOCUMENT}, ',' ORDER BY seq), ']'), 'UTF8')
         FROM (SELECT * FROM project WHERE account = :account AND seq > :after
             ORDER BY seq LIMIT :size OFFSET :offset) AS page"""
-    # On a cluster, each node has a range of IDs of its own: see deploy/citus.sql.
-    AFTER_FILLING = (
-        """SELECT setval('token_id_seq', max(id)) FROM token, pg_sequence
-        WHERE seqrelid = 'token_id_seq'::regclass AND id BETWEEN seqmin AND seqmax""",
+    # The order of locks: every change of a Project, and the deletion of an account, locks the
+    # account's row first. So the revisions of an account are in the order of the commits, and no
+    # two writers can deadlock. There is one exception. Store._create_once locks the row of the key
+    # before. But if the key is new, nobody else can see its row until the commit; and a writer who
+    # finds an old key does not go on to the account.
+    CREATE: tuple[str, ...] = (
+        f"""
+        WITH counted AS ({COUNT_PROJECT})
+        INSERT INTO project (id, account, seq, created_at, updated_at,
+            {", ".join(SETTABLE)})
+        SELECT :id, name, last_seq, :now, :now, :{", :".join(SETTABLE)} FROM counted
+        RETURNING id, {ETAG}, convert_to({DOCUMENT}, 'UTF8')""",
     )
-    ERROR = psycopg.Error
-
-    def __init__(self, url: str) -> None:
-        """Raises ValueError for a malformed URL."""
-        super().__init__()
-        self.name = name_of(url)
-        self._url = url
-        # ClusterConnection, once a first connection has shown that this is a cluster.
-        self._connection_class = PostgreSQLConnection
-        self._is_up_to_date = False
-
-    def connect(self, creates: bool = False) -> "PostgreSQLConnection":
-        """A new connection. Raises Unavailable."""
-        connection = self._open()
-        if not self._is_up_to_date:
-            try:
-                if connection.leads_to_cluster():
-                    connection.close()
-                    self._connection_class = ClusterConnection
-                    connection = self._open()
-                self._bring_up_to_date(connection, creates)
-                self._is_up_to_date = True
-            except BaseException:
-                connection.close()
-                raise
-            connection.start_request()  # the migration had the time of a command
-        return connection
-
-    def _open(self) -> "PostgreSQLConnection":
-        started = time.monotonic()
-        try:
-            connection = self._connection_class.connect(
-                self._url,
-                autocommit=True,  # each statement is a transaction
-                client_encoding="UTF8",
-                connect_timeout=CONNECT_TIMEOUT,
-                target_session_attrs="read-write",
-            )
-        except (psycopg.Error, UnicodeError) as error:  # the latter for the host "a..b"
-            # The error is that of the last host. Only the time shows that one was silent.
-            is_silent = time.monotonic() - started >= CONNECT_TIMEOUT
-            raise (Silence if is_silent else Unavailable)(one_line(error)) from error
-        connection.deadline = started + TIMEOUT
-        try:
-            connection.execute(SETTINGS)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
-
-    def _bring_up_to_date(
-        self, connection: "PostgreSQLConnection", creates: bool
-    ) -> None:
-        """Create the tables, or migrate them. Leave alone what is not ours."""
-        with connection.transaction():
-            lock = f"SELECT pg_advisory_xact_lock({migrations.APPLICATION_ID})"
-            connection.execute(lock)
-            [(encoding, version, count)] = connection.execute(INSPECT).fetchall()
-            if encoding != "UTF8":
-                raise Unavailable(f"the database is in {encoding}, not in UTF8")
-            is_empty = version is None and count == 0
-            scripts = self.scripts_for(EMPTY if is_empty else version, creates)
-            if not scripts:
-                return
-            connection.require_coordinator()
-            connection.extend(COMMAND_TIMEOUT)
-            mark = f"COMMENT ON TABLE project IS '{MARK}{migrations.SCHEMA_VERSION}'"
-            try:
-                connection.execute(";".join([*scripts, mark]))
-            except psycopg.errors.DeadlockDetected as error:
-                reason = "processes of an older release still write"
-                raise Unavailable(f"{reason}: stop them, and try again") from error
-        connection.tell_workers()
-
-    def take_idle(self) -> Any:
-        connection: Any = super().take_idle()
-        if connection is None:
-            return None
-        poll = select.poll()
-        poll.register(connection, select.POLLIN)
-        # Something came unasked: nearly always, that the server closes.
-        if poll.poll(0):
-            connection.close()
-            return None
-        connection.start_request()
-        return connection
-
-    def is_timeout(self, error: BaseException) -> bool:
-        return isinstance(error, Silence)
-
-    def outage(
-        self, error: BaseException, may_have_committed: bool
-    ) -> Unavailable | None:
-        state = getattr(error, "sqlstate", None) or ""
-        if is_lost(error):
-            if not state:  # with one, it is another node of the cluster that was lost
-                self.close()  # the idle connections are to the same server
-            kind = OutcomeUnknown if may_have_committed else Unavailable
-            return kind(one_line(error))
-        return Unavailable(one_line(error)) if state.startswith(OUTAGES) else None
-
-
-class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], base.Connection):
-    """A connection that gives up at its deadline, even while a commit waits for a standby."""
+    # A change tests its condition twice. With the account: a change that is not allowed finds no
+    # account, and so locks nothing. With the Project: while the statement waited for the account's
+    # lock, another writer may have changed the Project. At the level READ COMMITTED, PostgreSQL
+    # evaluates a WHERE again on the newest version of such a row. If only this second test refuses
+    # an update, the account's lists have got a new revision for nothing.
+    #
+    # `list_revision` is a parameter, since Citus allows no volatile function in an UPDATE.
+    UPDATE = f"""
+        WITH revised AS (
+            UPDATE account SET list_revision = :list_revision
+            WHERE name = :account AND EXISTS (SELECT FROM project
+                WHERE id = :id AND account = :account AND {ETAG_IS_ALLOWED})
+            RETURNING list_revision),
+        changed AS (
+            UPDATE project
+            SET <changes> version = version + 1,
+                updated_at = greatest(updated_at, :now)
+            FROM revised
+            WHERE id = :id AND account = :account AND {ETAG_IS_ALLOWED}
+            RETURNING project.*)
+        -- Not in RETURNING, where Citus takes only what is immutable.
+        SELECT id, {ETAG}, convert_to({DOCUMENT}, 'UTF8') FROM changed"""
+    DELETE = f"""
+        WITH locked AS (
+            SELECT list_revision FROM account
+            WHERE name = :account AND EXISTS (SELECT FROM project
+                WHERE id = :id AND account = :account AND {ETAG_IS_ALLOWED})
+            FOR UPDATE),
+        deleted AS (
+            DELETE FROM project USING locked
+            WHERE id = :id AND account = :account AND {ETAG_IS_ALLOWED}
+            RETURNING id),
+        counted AS (
+            UPDATE account
+            SET project_count = project_count - 1, list_revision = :list_revision
+            FROM deleted WHERE name = :account)
+        SELECT id FROM deleted"""
 
     deadline: float  # on the clock of time.monotonic()
-    may_have_committed = True
 
     @cached_property
     def cursors(self) -> defaultdict[str, psycopg.Cursor[tuple[Any, ...]]]:
@@ -265,7 +174,7 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], base.Connection)
         return defaultdict(partial(self.cursor, binary=True))
 
     def fetch(self, sql: str, parameters: Parameters) -> Rows:
-        cursor = self.cursors[sql].execute(as_psycopg(sql), parameters)
+        cursor = self.cursors[sql].execute(to_pyformat(sql), parameters)
         if cursor.rownumber is None:
             return []  # the statement returns no rows
         rows = cursor.fetchall()
@@ -274,41 +183,20 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], base.Connection)
             del self.cursors[sql]  # which would keep the long list in memory
         return rows
 
-    def create(self, values: Parameters) -> Rows:
-        return self.write(
-            f"""WITH counted AS ({COUNT_ONE_MORE})
-            {INSERT_FROM} counted RETURNING {ID_ETAG_DOCUMENT}""",
-            values,
-        )
-
-    def update(self, columns: Iterable[str], values: Parameters) -> Rows:
-        changes = "".join(map("{0} = :{0}, ".format, columns))
-        return self.write(
-            f"""WITH revised AS (UPDATE account SET list_revision = :list_revision
-                WHERE {ACCOUNT_IF_ALLOWED} RETURNING list_revision),
-            changed AS (UPDATE project
-                SET {changes} version = version + 1, updated_at = greatest(updated_at, :now)
-                FROM revised WHERE {PROJECT_IF_ALLOWED} RETURNING project.*)
-            SELECT {ID_ETAG_DOCUMENT} FROM changed""",
-            values,
-        )
-
-    def begin(self, seconds: int) -> None:
-        self.may_have_committed = False
+    def begin(self, seconds: float) -> None:
         self.execute("BEGIN")
-        if seconds:
-            self.extend(seconds)
+        if seconds != REQUEST_TIMEOUT:
+            self.set_timeouts(seconds)
 
-    def commit(self) -> None:
-        self.may_have_committed = True
-        super().commit()
+    def is_usable(self) -> bool:
+        # If something came unasked, it nearly always says that the server closes.
+        return not self._has_input(0)
 
     def start_request(self) -> None:
-        """From now on, the time of a request runs."""
-        self.deadline = time.monotonic() + TIMEOUT
+        self.deadline = time.monotonic() + REQUEST_TIMEOUT
 
-    def extend(self, seconds: int) -> None:
-        """Let the transaction take so long."""
+    def set_timeouts(self, seconds: float) -> None:
+        """Let the transaction take this long."""
         self.deadline = time.monotonic() + seconds
         for limit in ("lock_timeout", "statement_timeout"):
             self.execute("SELECT set_config(%s, %s, true)", [limit, f"{seconds}s"])
@@ -321,7 +209,39 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], base.Connection)
         except psycopg.OperationalError as error:
             if time.monotonic() < self.deadline:
                 raise
-            raise Silence("no response before the deadline") from error
+            if self._has_input(STILL_ARRIVING):  # a long list, and no silent server
+                raise psycopg.OperationalError("the response is too long") from error
+            raise ServerTimeout("no response before the deadline") from error
+
+    def _has_input(self, milliseconds: int) -> bool:
+        """Whether the server has sent something, or does so within this time."""
+        poll = select.poll()
+        poll.register(self, select.POLLIN)
+        return bool(poll.poll(milliseconds))
+
+    def bring_up_to_date(self, engine: Engine, creates: bool) -> int:
+        with self.transaction():
+            lock = f"SELECT pg_advisory_xact_lock({migrations.APPLICATION_ID})"
+            self.execute(lock)
+            [(encoding, version)] = self.execute(INSPECT).fetchall()
+            if encoding != "UTF8":
+                raise Unavailable(f"the database is in {encoding}, not in UTF8")
+            scripts = engine.scripts_for(version, creates)
+            if scripts:
+                self.require_coordinator()
+                self.set_timeouts(COMMAND_TIMEOUT)
+                mark = (
+                    f"COMMENT ON TABLE project IS '{MARK}{migrations.SCHEMA_VERSION}'"
+                )
+                try:
+                    self.execute(";".join([*scripts, mark]))
+                except psycopg.errors.DeadlockDetected as error:
+                    reason = "processes of an older release still write"
+                    raise Unavailable(f"{reason}: stop them, and try again") from error
+        if scripts:
+            self.propagate_mark()
+            self.start_request()  # the migration had the time of a command
+        return int(version)
 
     def leads_to_cluster(self) -> bool:
         select = "SELECT EXISTS (SELECT FROM pg_extension WHERE extname = 'citus')"
@@ -331,14 +251,12 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], base.Connection)
     def require_coordinator(self) -> None:
         """Does nothing here; see ClusterConnection."""
 
-    def tell_workers(self) -> None:
+    def propagate_mark(self) -> None:
         """Does nothing here; see ClusterConnection."""
-
-    # For backup and restore alone:
 
     def begin_snapshot(self) -> None:
         self.execute("BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY")
-        self.extend(COMMAND_TIMEOUT)
+        self.set_timeouts(COMMAND_TIMEOUT)
 
     def stream(self, sql: str) -> Generator[Any]:
         # Because the cursor has a name, the rows stay on the server and come in parts.
@@ -351,6 +269,11 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], base.Connection)
             for row in rows:
                 stream.write_row(row)
 
+    def advance_token_sequence(self) -> None:
+        # On a cluster, each node has a range of IDs of its own: see deploy/citus.sql.
+        self.execute("""SELECT setval('token_id_seq', max(id)) FROM token, pg_sequence
+            WHERE seqrelid = 'token_id_seq'::regclass AND id BETWEEN seqmin AND seqmax""")
+
 
 class ClusterConnection(PostgreSQLConnection):
     """A connection to any node of a Citus cluster.
@@ -360,35 +283,25 @@ class ClusterConnection(PostgreSQLConnection):
     outcome of the COMMIT can be unknown. So every write is in one.
     """
 
-    def write(self, sql: str, parameters: Parameters) -> Rows:
-        with self._in_transaction():
-            return self.fetch(sql, parameters)
-
-    def create(self, values: Parameters) -> Rows:
-        """In two statements: as one, it would be a two-phase commit on every node."""
-        insert = (
-            f"{INSERT_FROM} account WHERE name = :account RETURNING {ID_ETAG_DOCUMENT}"
-        )
-        with self._in_transaction():
-            if not self.fetch(COUNT_ONE_MORE, values):
-                return []
-            return self.fetch(insert, values)
-
-    @contextmanager
-    def _in_transaction(self) -> Iterator[None]:
-        """A transaction, unless one has begun."""
-        if self.info.transaction_status != TransactionStatus.IDLE:
-            yield
-            return
-        self.begin(0)
-        yield
-        self.commit()
+    needs_transaction = True
+    # As one statement, it would be a two-phase commit on every node. Citus wants the alias. The
+    # Project's account is that of the row of `account`, so that Citus sees a join by account, which
+    # one node can do.
+    CREATE = (
+        COUNT_PROJECT,
+        f"""
+        INSERT INTO project AS made (id, account, seq, created_at, updated_at,
+            {", ".join(SETTABLE)})
+        SELECT :id, name, last_seq, :now, :now, :{", :".join(SETTABLE)}
+        FROM account WHERE name = :account
+        RETURNING id, {ETAG}, convert_to({DOCUMENT}, 'UTF8')""",
+    )
 
     def commit(self) -> None:
         try:
             super().commit()
         except psycopg.Error as error:
-            # Some nodes may have committed. (`outage` knows what a lost connection means.)
+            # Some nodes may have committed. (`translate_error` knows what a lost connection means.)
             if not is_lost(error):
                 raise OutcomeUnknown(one_line(error)) from error
             raise
@@ -402,15 +315,77 @@ class ClusterConnection(PostgreSQLConnection):
                 f"connect to the coordinator to change the tables; {hint}"
             )
 
-    def tell_workers(self) -> None:
-        """Pass on the mark: Citus copies no comment. deploy/citus.sql has the same statement."""
+    def propagate_mark(self) -> None:
+        """Tell the workers: Citus copies no comment. deploy/citus.sql has the same statement."""
         self.execute("""SELECT run_command_on_workers(
             format('COMMENT ON TABLE project IS %L',
                 obj_description('project'::regclass, 'pg_class')))""")
 
 
-def name_of(url: str) -> str:
-    """The URL's host and database. Raises ValueError for a malformed URL, without quoting it.
+class PostgreSQL(Engine):
+    """A database on a server, or on a cluster of them."""
+
+    SCHEMA = "postgresql.sql"
+    MIGRATIONS = migrations.POSTGRESQL
+    ERROR = psycopg.Error
+
+    def __init__(self, url: str) -> None:
+        """Raises ValueError for a malformed URL."""
+        super().__init__()
+        parsed = KEEPALIVES | parse(url)
+        self.name = f"postgresql://{parsed.get('host', '')}/{parsed.get('dbname', '')}"
+        self._parameters = parsed | {
+            "client_encoding": "UTF8",
+            "connect_timeout": CONNECT_TIMEOUT,
+            "target_session_attrs": "read-write",
+        }
+        # ClusterConnection, once a first connection has shown that this is a cluster.
+        self._connection_class = PostgreSQLConnection
+
+    def open_connection(self, creates: bool) -> PostgreSQLConnection:
+        started = time.monotonic()
+        try:
+            connection = self._connection_class.connect(
+                autocommit=True,  # each statement is a transaction
+                **self._parameters,
+            )
+        except (psycopg.Error, UnicodeError) as error:  # the latter for the host "a..b"
+            # The error is that of the last host. Only the time shows that one was silent.
+            is_silent = time.monotonic() - started >= CONNECT_TIMEOUT
+            raise (ServerTimeout if is_silent else Unavailable)(
+                one_line(error)
+            ) from error
+        connection.deadline = started + REQUEST_TIMEOUT
+        try:
+            connection.execute(SETTINGS)
+            if self.is_up_to_date or isinstance(connection, ClusterConnection):
+                return connection
+            if not connection.leads_to_cluster():
+                return connection
+        except BaseException:
+            connection.close()
+            raise
+        connection.close()
+        self._connection_class = ClusterConnection
+        return self.open_connection(creates)
+
+    def is_timeout(self, error: BaseException) -> bool:
+        return isinstance(error, ServerTimeout)
+
+    def translate_error(
+        self, error: BaseException, may_have_committed: bool
+    ) -> Unavailable | None:
+        state = getattr(error, "sqlstate", None) or ""
+        if is_lost(error):
+            if not state:  # with one, it is another node of the cluster that was lost
+                self.close()  # the idle connections are to the same server
+            kind = OutcomeUnknown if may_have_committed else Unavailable
+            return kind(one_line(error))
+        return Unavailable(one_line(error)) if state.startswith(OUTAGES) else None
+
+
+def parse(url: str) -> dict[str, Any]:
+    """The parameters in a URL. Raises ValueError for a malformed one, without quoting it.
 
     psycopg quotes what it takes for the host and the port. If the password holds an "@", "/", "?"
     or "#" that is not percent-encoded, that is a part of the password.
@@ -418,17 +393,17 @@ def name_of(url: str) -> str:
     try:
         if not re.fullmatch("postgresql://([^@/?#]*@)?[^@]*", url):
             raise ValueError
-        parts = conninfo_to_dict(url)
-        for port in str(parts.get("port", 0)).split(","):
+        parameters = conninfo_to_dict(url)
+        for port in str(parameters.get("port", 0)).split(","):
             int(port or 0)
     except (psycopg.ProgrammingError, ValueError):
-        hint = "write postgresql://…, and percent-encode the password"
+        hint = "write postgresql://…, percent-encode the password, and use only libpq's parameters"
         raise ValueError(f"malformed URL of a database: {hint}") from None
-    return f"postgresql://{parts.get('host', '')}/{parts.get('dbname', '')}"
+    return parameters
 
 
 @cache
-def as_psycopg(sql: str) -> bytes:
+def to_pyformat(sql: str) -> bytes:
     """The statement with parameters as %(name)s in place of :name."""
     return re.sub(r"(?<!:):(\w+)", r"%(\1)s", sql).encode()
 

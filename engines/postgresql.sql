@@ -49,5 +49,8 @@ CREATE TABLE idempotency_key (                      -- stays when its Project is
     key           text   NOT NULL,
     fingerprint   bytea  NOT NULL,                  -- SHA-256 of the fields that came with it
     project       text   NOT NULL,
+    created_at    bigint NOT NULL,
     PRIMARY KEY (account, key)
 );
+-- By which the oldest keys are found, to be forgotten.
+CREATE INDEX idempotency_key_created_at ON idempotency_key (account, created_at);

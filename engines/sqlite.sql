@@ -50,8 +50,11 @@ CREATE TABLE idempotency_key (                      -- stays when its Project is
     key           TEXT    NOT NULL,
     fingerprint   BLOB    NOT NULL,                 -- SHA-256 of the fields that came with it
     project       TEXT    NOT NULL,
+    created_at    INTEGER NOT NULL,
     PRIMARY KEY (account, key)
 ) STRICT, WITHOUT ROWID;
+-- By which the oldest keys are found, to be forgotten.
+CREATE INDEX idempotency_key_created_at ON idempotency_key (account, created_at);
 
 -- These keep `account` up to date, in the transaction of the change. In SQLite, one statement
 -- cannot change two tables.

@@ -440,7 +440,7 @@ def test_health_is_told_without_a_token_until_the_database_is_lost(app, database
 
 def test_empty_maximum_means_the_default(monkeypatch):
     monkeypatch.setenv("GARDENING_MAX_PROJECTS", "")
-    assert create_app({"DATABASE": ":memory:"}).config["MAX_PROJECTS"] == 100_000
+    assert create_app({"DATABASE": ":memory:"}).config["MAX_PROJECTS"] == 10_000
 
 
 @pytest.mark.parametrize("setting", ["0", "-1", "x", "1.5", "9" * 19, "１"])

@@ -30,6 +30,7 @@ from helpers.running import (
     store_on,
 )
 from helpers.stores import is_sqlite
+from helpers.testservice import copy_service
 from store import KeyReused, KeySpent, Page
 
 PAGES = [None, Page(0, 2), Page(1, 20)]
@@ -123,6 +124,8 @@ def test_restored_database_is_the_same_and_goes_on(
     assert target_store.find_caller(digest("one")) == ("ann", 1)
     assert target_store.find_caller(digest("four")) is None
     assert target_store.add_token("ann", digest("five")) == 4
+    times = "SELECT key, created_at FROM idempotency_key ORDER BY key"
+    assert target_store.engine.read(times, {}) == source.engine.read(times, {})
     again = target_store.create_project("ann", {"name": "kept"}, "key")
     assert again == source.create_project("ann", {"name": "kept"}, "key")
     with pytest.raises(KeyReused):
@@ -349,6 +352,13 @@ def test_damaged_backup_is_refused_or_can_be_read(filled, tmp_path):
     assert 10 < refused < 40
 
 
+REASONS = {
+    "pipe": "not a regular file",
+    "folder": "not a regular file",
+    "empty": "the file is empty",
+}
+
+
 def test_file_that_is_no_backup_is_refused_in_one_line(database, tmp_path):
     """As a command, which has a limit: a pipe would be read for ever."""
     folder = tmp_path / "folder"
@@ -362,8 +372,9 @@ def test_file_that_is_no_backup_is_refused_in_one_line(database, tmp_path):
     before = set(folder.iterdir())
     for file in (*before, folder / "missing", folder):
         command = [BIN / "flask", "restore", file]
-        told = run(*command, environment=environment_of(database), status=1).stderr
-        assert re.fullmatch(f"Error: [^\n]+: {file}\n", told)
+        refused = run(*command, environment=environment_of(database), status=1).stderr
+        reason = REASONS.get(file.name, "[^\n]+")
+        assert re.fullmatch(f"Error: {reason}: {file}\n", refused)
     assert set(folder.iterdir()) == before
     assert not os.path.exists(database)
 
@@ -397,15 +408,42 @@ def refuse(*_):
     raise PermissionError(1, "Operation not permitted")  # as Linux says of FAT
 
 
-def test_backup_knows_every_table(plain_sql, open_store):
-    """A table that is missing from COLUMNS would be lost in silence."""
+def test_backup_knows_every_column(plain_sql, open_store):
+    """One that is missing from COLUMNS would be lost in silence."""
     open_store()
     if is_sqlite(plain_sql):
-        select = "SELECT name FROM sqlite_schema WHERE type = 'table'"
+        select = """SELECT t.name, c.name
+            FROM sqlite_schema AS t, pragma_table_info(t.name) AS c
+            WHERE t.type = 'table' AND t.name <> 'sqlite_sequence'"""
     else:
-        select = "SELECT tablename FROM pg_tables WHERE schemaname = 'public'"
-    tables = {name for (name,) in plain_sql.execute(select)} - {"sqlite_sequence"}
-    assert tables == set(COLUMNS)
+        select = """SELECT table_name, column_name FROM information_schema.columns
+            WHERE table_schema = 'public'"""
+    known = {(table, name) for table, names in COLUMNS.items() for name in names}
+    assert set(plain_sql.execute(select)) == known
+
+
+def test_database_in_memory_is_backed_up(file, target_store):
+    with closing(store_on(":memory:")) as store:
+        store.create_project("ann", {"name": "Park"})
+        backup(store.engine, file)
+    restore(target_store.engine, file)
+    [project] = json.loads(target_store.list_projects("ann").document)
+    assert project["name"] == "Park"
+
+
+def test_restore_where_no_file_can_be_created_says_so(filled):
+    """/proc takes no files, whoever asks."""
+    printed = run_command("/proc/gardening.db", "restore", filled, status=1)
+    assert re.fullmatch("Error: No such file or directory: /proc/[^\n]+\n", printed)
+
+
+def test_restore_creates_the_folder_of_the_default_database(filled, tmp_path):
+    copy_service(tmp_path)
+    environment = {k: v for k, v in os.environ.items() if k != "FLASK_DATABASE"}
+    command = [BIN / "flask", "restore", filled]
+    ended = run(*command, folder=tmp_path, environment=environment)
+    assert ended.stdout == "Restored: accounts 2, Projects 61, tokens 2.\n"
+    assert (tmp_path / "instance/gardening.db").exists()
 
 
 @pytest.mark.parametrize("name", ["a#1.db", "odd ?%20&.db", "file:x?mode=rw", "grün"])

@@ -1,6 +1,7 @@
 """Schema versions: an older database is brought up to date, others are refused and left alone."""
 
 import json
+import time
 from contextlib import closing
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from engines.base import Unavailable
 from engines.migrations import OLDEST, SCHEMA_VERSION
 from helpers.old_schemas import create_old_schema, mark_as
-from helpers.running import POINT, at_once, store_on
+from helpers.running import LIMIT, POINT, at_once, store_on
 from helpers.stores import is_sqlite, plain_sql_on
 from store import KeyReused
 
@@ -90,6 +91,8 @@ def test_older_database_is_brought_up_to_date(older, open_store):
     assert older.execute("SELECT * FROM part").fetchall() == [part]
     with pytest.raises(KeyReused):
         store.create_project("ann", {}, key="kept")
+    [(created_at,)] = older.execute("SELECT created_at FROM idempotency_key").fetchall()
+    assert abs(created_at / 1000 - time.time()) < LIMIT  # the time of the upgrade
     document = json.loads(store.get_project("ann", "a" * 24).document)
     fields = {"name": "Park", "postal_code": "94117", "location": POINT, "version": 7}
     assert document == document | fields
@@ -125,6 +128,19 @@ def test_upgrade_that_fails_changes_nothing(plain_sql, open_store):
         with pytest.raises(Exception, match="last_seq"):
             open_store()
     assert structure(plain_sql) == before
+
+
+def test_upgrade_refuses_a_part_whose_project_is_missing(plain_sql, open_store):
+    create_old_schema(plain_sql, 3)
+    if is_sqlite(plain_sql):
+        plain_sql.execute("PRAGMA foreign_keys = OFF")
+    else:
+        plain_sql.execute("ALTER TABLE part DROP CONSTRAINT part_project_fkey")
+    plain_sql.execute("INSERT INTO part (id, project, kind) VALUES ('q', 'x', 'zone')")
+    with pytest.raises(Exception, match="part.*(account|fkey)|account.*part"):
+        open_store()
+    parts = plain_sql.execute("SELECT id FROM part ORDER BY id").fetchall()
+    assert parts == [("p",), ("q",)]
 
 
 NEWER = SCHEMA_VERSION + 1

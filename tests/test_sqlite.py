@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from app import create_app
 from engines.base import Breaker, OutcomeUnknown, Unavailable
 from engines.sqlite import SQLite, SQLiteConnection
 from helpers.running import (
@@ -90,7 +91,7 @@ def test_page_costs_the_same_however_many_projects_there_are(store, plain_sql):
         values = {"account": account, "size": 20, "after": after, "offset": 0}
         counted = []
         plain_sql.set_progress_handler(lambda: counted.append(1), 1)
-        plain_sql.execute(SQLite.LIST, values).fetchall()
+        plain_sql.execute(SQLiteConnection.LIST, values).fetchall()
         plain_sql.set_progress_handler(None, 0)
         return len(counted)
 
@@ -153,7 +154,7 @@ def test_link_that_leads_nowhere_yet_names_the_new_file(tmp_path):
 @pytest.mark.parametrize(
     "path, reason",
     [
-        ("/", "unable to open database file"),
+        ("/", "Is a directory"),
         ("/no/such/folder/x.db", "No such file or directory"),
         ("/dev/null/x.db", "Not a directory"),
     ],
@@ -161,6 +162,14 @@ def test_link_that_leads_nowhere_yet_names_the_new_file(tmp_path):
 def test_impossible_path_is_refused(path, reason):
     with pytest.raises(Unavailable, match=f"^{reason}: {path}$"):
         Store(SQLite(path)).create_database()
+
+
+def test_python_whose_sqlite_is_too_old_is_refused(monkeypatch):
+    monkeypatch.setattr(sqlite3, "sqlite_version_info", (3, 34, 1))
+    monkeypatch.setattr(sqlite3, "sqlite_version", "3.34.1")
+    reason = "^this Python has SQLite 3.34.1; the service needs 3.37 or later$"
+    with pytest.raises(ValueError, match=reason):
+        create_app({"DATABASE": ":memory:"})
 
 
 @pytest.mark.parametrize("name", ["gardening.db", "link.db"])
@@ -249,7 +258,7 @@ def test_writers_queue_in_the_lock_file(store, park, database, key):
 
 def test_process_that_is_forked_during_a_write_holds_nobody_up(park, database):
     """It has the file of the queue open for as long as it lives."""
-    script = """with store.engine.transaction():
+    script = """with store.engine.writer(9):
         child = os.fork() or signal.pause()
     try:
         write(store)
@@ -342,6 +351,20 @@ def test_file_that_may_only_be_read_is_unavailable_to_writers(open_store):
     assert printed == f"0\nUnavailable {told}\n"
 
 
+def test_file_in_a_folder_that_cannot_be_written_to_is_unavailable(open_store):
+    """SQLite needs its -shm there, and would say that it cannot open the file."""
+    with TemporaryDirectory(dir="/var/tmp") as folder:
+        database = f"{folder}/gardening.db"
+        open_store(database).create_project("ann", {})
+        os.chmod(database, 0o444)
+        os.chmod(folder, 0o555)
+        not_as_root = "os.geteuid() or os.setuid(65534)"
+        printed = attempt(database, f"{not_as_root}; read(store)")
+        os.chmod(folder, 0o755)
+    reason = f"its folder cannot be written to: {database}"
+    assert printed == f"Unavailable {reason}\n"
+
+
 def test_process_that_may_open_no_more_files_is_unavailable_to_writers(database):
     no_more = "limit(resource.RLIMIT_NOFILE, os.dup(0))"
     printed = attempt(database, f"store.create_database(); {no_more}; write(store)")
@@ -355,7 +378,7 @@ def test_write_that_failed_before_it_was_sent_was_not_made(database, store):
 
 
 @pytest.mark.parametrize("kept", [0, 100])  # bytes: none, or those of its header
-def test_damaged_file_is_unavailable_until_it_is_mended(store, park, database, kept):
+def test_damaged_file_is_unavailable_until_it_is_repaired(store, park, database, kept):
     store.close()
     with open(database, "r+b") as file:
         good = file.read()
@@ -394,5 +417,5 @@ def test_code_of_an_error_tells_whether_it_is_an_outage(store, name, outage):
     error = sqlite3.OperationalError("planned")
     error.sqlite_errorname = name
     for writes, expected in [(True, outage), (False, outage and Unavailable)]:
-        found = store.engine.outage(error, writes)
+        found = store.engine.translate_error(error, writes)
         assert (type(found) if found else None) is expected

@@ -23,8 +23,8 @@ from deployment.servers.pgserver import (
     start_pgserver,
 )
 from engines.backup import backup, restore
-from engines.base import OutcomeUnknown, Unavailable
-from engines.postgres import TIMEOUT, PostgreSQL
+from engines.base import REQUEST_TIMEOUT, OutcomeUnknown, Unavailable
+from engines.postgres import PostgreSQL
 from helpers.old_schemas import create_old_schema
 from helpers.running import (
     BIN,
@@ -223,7 +223,7 @@ def test_first_use_of_a_server_that_falls_silent_is_given_up(
 
 def test_connection_may_be_used_long_after_it_was_opened(database, store):
     id = store.create_project("ann", {}).id
-    time.sleep(TIMEOUT)
+    time.sleep(REQUEST_TIMEOUT)
     store.update_project("ann", id, {})
     store.create_project("ann", {}, "key")
     assert len(backends(database)) == 1
@@ -236,6 +236,27 @@ def test_slow_statement_is_ended_by_the_server_so_that_its_outcome_is_known(stor
         store.engine.read("SELECT pg_sleep(10)", {})
 
 
+def test_long_response_that_still_arrives_is_no_silent_server(store):
+    store.list_tokens()
+    store.engine.read("SET statement_timeout = '20s'", {})
+    rows = """SELECT repeat('x', 10000), pg_sleep(0.01)
+        FROM generate_series(1, 1000)"""
+    with lasts(4), fails(Unavailable, "the response is too long"):
+        store.engine.read(rows, {})
+    assert store.list_tokens() == []  # nobody is refused for it
+
+
+@pytest.mark.parametrize("query, idle", [("", "60"), ("?keepalives_idle=7", "7")])
+def test_connections_keep_themselves_alive(database, query, idle):
+    """Or a firewall would forget those that are idle, and a request would meet silence."""
+    with closing(store_on(database + query)) as store:
+        store.create_database()
+        with store.engine.acquire() as connection:
+            options = connection.info.get_parameters()
+        assert options["keepalives_idle"] == idle
+        assert options["keepalives_interval"] == "10"
+
+
 def test_command_may_take_longer_than_a_request(
     database, open_store, plain_sql, tmp_path
 ):
@@ -245,7 +266,7 @@ def test_command_may_take_longer_than_a_request(
         with psycopg.connect(database) as other:
             other.execute("LOCK TABLE account")
             yield
-            time.sleep(TIMEOUT)
+            time.sleep(REQUEST_TIMEOUT)
 
     create_old_schema(plain_sql)
     file = str(tmp_path / "backup.db")
@@ -306,9 +327,13 @@ def test_upgrade_that_meets_an_older_release_says_to_stop_it(
     database, open_store, plain_sql
 ):
     create_old_schema(plain_sql)
-    told = "^processes of an older release still write: stop them"
-    with fails(Unavailable, told):
-        late(database, "UPDATE project SET version = version + 1", open_store)
+    # Whoever waits for this long first ends the deadlock: the upgrade, however slow the machine.
+    name = database.rpartition("/")[2]
+    execute(database, f"ALTER DATABASE {name} SET deadlock_timeout = '3s'")
+    update = "SET deadlock_timeout = '60s'; UPDATE project SET version = version + 1"
+    reason = "^processes of an older release still write: stop them"
+    with fails(Unavailable, reason):
+        late(database, update, open_store)
     assert len(open_store().list_accounts()) == 3
 
 
