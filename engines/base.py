@@ -136,11 +136,8 @@ class Connection(ABC):
     def close(self) -> None: ...
 
     def is_usable(self) -> bool:
-        """Whether the connection can be used after it was idle."""
+        """Whether a request can begin on the connection, which was idle."""
         return True
-
-    def start_request(self) -> None:
-        """From now on, the time of a request runs."""
 
     @abstractmethod
     def bring_up_to_date(self, engine: "Engine", creates: bool) -> int:
@@ -199,12 +196,12 @@ class Breaker:
     """
 
     def __init__(self) -> None:
-        self._is_closed = True
+        self.is_closed = True  # setting it closes the breaker
         self._retry_at = 0.0  # on the clock of time.monotonic()
 
     def admit(self) -> None:
         """Raises Unavailable for a caller who may not pass."""
-        if self._is_closed:
+        if self.is_closed:
             return
         now = time.monotonic()
         if now < self._retry_at:
@@ -213,10 +210,7 @@ class Breaker:
 
     def open(self) -> None:
         self._retry_at = time.monotonic() + PAUSE
-        self._is_closed = False
-
-    def close(self) -> None:
-        self._is_closed = True
+        self.is_closed = False
 
 
 class Engine(ABC):
@@ -327,16 +321,6 @@ class Engine(ABC):
             raise
         return connection
 
-    def idle_connection(self) -> Connection | None:
-        """A connection that is idle and can be used, if there is one."""
-        idle = self.idle[os.getpid()]
-        with suppress(IndexError):  # other threads take some, too
-            while not (connection := idle.pop()).is_usable():
-                connection.close()
-            connection.start_request()
-            return connection
-        return None
-
     def close(self) -> None:
         """Close the idle connections. The engine can still be used, and opens new ones."""
         close_idle(self.idle)
@@ -369,13 +353,18 @@ class Acquisition:
 
     def __enter__(self) -> Connection:
         self._breaker.admit()
-        engine = self._engine
         try:
-            self._connection = engine.idle_connection() or engine.connect(self._creates)
+            idle = self._engine.idle[os.getpid()]
+            try:
+                while not (connection := idle.pop()).is_usable():
+                    connection.close()
+            except IndexError:  # none is left; other threads take some, too
+                connection = self._engine.connect(self._creates)
         except BaseException as error:
             self._fail(error, may_have_committed=False)
             raise
-        return self._connection
+        self._connection = connection
+        return connection
 
     def __exit__(
         self,
@@ -385,7 +374,7 @@ class Acquisition:
     ) -> None:
         connection = self._connection
         if error is None:
-            self._breaker.close()
+            self._breaker.is_closed = True
             self._engine.idle[os.getpid()].append(connection)
             return
         may_have_committed = self._writes and connection.may_have_committed
@@ -397,7 +386,7 @@ class Acquisition:
         if self._engine.is_timeout(error):
             self._breaker.open()
         else:
-            self._breaker.close()  # what fails at once keeps nobody waiting
+            self._breaker.is_closed = True  # what fails at once keeps nobody waiting
         if outage := self._engine.translate_error(error, may_have_committed):
             raise outage from error
 

@@ -189,11 +189,9 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
             self.set_timeouts(seconds)
 
     def is_usable(self) -> bool:
+        self.deadline = time.monotonic() + REQUEST_TIMEOUT
         # If something came unasked, it nearly always says that the server closes.
         return not self._has_input(0)
-
-    def start_request(self) -> None:
-        self.deadline = time.monotonic() + REQUEST_TIMEOUT
 
     def set_timeouts(self, seconds: float) -> None:
         """Let the transaction take this long."""
@@ -240,7 +238,8 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
                     raise Unavailable(f"{reason}: stop them, and try again") from error
         if scripts:
             self.propagate_mark()
-            self.start_request()  # the migration had the time of a command
+            # Until now, it was that of the command.
+            self.deadline = time.monotonic() + REQUEST_TIMEOUT
         return int(version)
 
     def leads_to_cluster(self) -> bool:
