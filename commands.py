@@ -53,7 +53,7 @@ def create_token(account: str, days: int | None) -> None:
     """Print a new token for ACCOUNT; it cannot be shown again."""
     store, account = current_store(), account_name(account)
     store.create_database()
-    is_new = not store.has_account(account)
+    is_new = store.find_account(account) is None
     token, id = issue_token(store, account, days)
     click.echo(token)
     click.echo(f"The token's ID is {id}.", err=True)
@@ -120,11 +120,11 @@ def delete_account(account: str, yes: bool) -> None:
     again: delete it again.
     """
     store, name = current_store(), account_name(account)
-    found = [each for each in store.list_accounts() if each.name == name]
-    if not found:
+    found = store.find_account(name)
+    if found is None:
         raise click.ClickException(f"There is no account {name}.")
     if not yes:
-        [(_, projects, tokens, _)] = found
+        _, projects, tokens, _ = found
         numbers = f"Projects ({projects}) and tokens ({tokens})"
         click.confirm(f"Delete the account {name} with its {numbers}?", abort=True)
     store.delete_account(name)

@@ -317,10 +317,22 @@ class Store:
         with self.engine.writer() as connection:
             return bool(connection.fetch(delete, {"account": account}))
 
-    def has_account(self, name: str) -> bool:
-        """Whether `list_accounts` has it."""
-        select = f"SELECT name FROM {ACCOUNT_NAMES} WHERE name = :name"
-        return bool(self.engine.read(select, {"name": name}))
+    def find_account(self, name: str) -> Account | None:
+        """The account, if `list_accounts` has it."""
+        # Two statements: on a cluster, the second one asks the account's node alone.
+        [(tokens,)] = self.engine.read(
+            "SELECT count(*) FROM token WHERE account = :name", {"name": name}
+        )
+        rows = self.engine.read(
+            """SELECT project_count,
+                (SELECT max(updated_at) FROM project WHERE account = :name)
+            FROM account WHERE name = :name""",
+            {"name": name},
+        )
+        if not rows and not tokens:
+            return None
+        projects, changed_at = rows[0] if rows else (0, None)
+        return Account(name, projects, tokens, changed_at)
 
     def list_accounts(self) -> list[Account]:
         """Every account, sorted by name."""

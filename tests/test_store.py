@@ -516,6 +516,17 @@ def test_last_page_of_an_account_has_no_next_one(store):
     assert store.list_projects("ann", Page(0, 2)).next_after is None
 
 
+def test_account_is_found_as_it_is_listed(store):
+    store.add_token("eve", b"1")
+    for account in ("ann", "bob"):
+        made = store.create_project(account, {})
+        store.add_token(account, account.encode())
+    store.delete_project("bob", made.id)
+    found = [store.find_account(name) for name in ("ann", "bob", "eve")]
+    assert found == store.list_accounts()
+    assert store.find_account("an") is None
+
+
 def test_token_expires_to_the_millisecond(open_store):
     times = [1_000_000.0]
     store = open_store(clock=lambda: times[0])
