@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import pytest
 
 from deployment.servers import nginx
-from deployment.servers.nginx import HOST, add_http_2
+from deployment.servers.nginx import HOST
 from helpers.openapi import assert_problem
 from helpers.running import (
     LIMIT,
@@ -134,20 +134,18 @@ def test_slow_uploads_hold_up_nobody(proxy, account, lines):
         assert time.monotonic() - started < 5
 
 
-@pytest.mark.parametrize(
-    ("version", "listen", "snippet"),
-    [("1.22.1", "443 ssl http2;", []), ("1.26.3", "443 ssl;", ["http2 on;\n"])],
-    ids=["Debian 12", "Debian 13"],
-)
-def test_http_2_is_turned_on_as_the_nginx_of_each_debian_wants_it(
-    tmp_path, version, listen, snippet
-):
-    program = tmp_path / "nginx"
-    program.write_text(f"#!/bin/sh\necho nginx version: nginx/{version} >&2\n")
-    program.chmod(0o755)
-    configuration = add_http_2(tmp_path, program)
-    assert re.findall(r"listen (?:\[::\]:)?(443 .*)", configuration) == [listen] * 2
-    assert [file.read_text() for file in tmp_path.glob("*.conf")] == snippet
+def test_clients_that_do_not_close_hold_up_nobody(proxy):
+    """gunicorn alone waits 2 s for each of them, and all others with it."""
+    request = f"GET /health HTTP/1.1\r\nHost: {HOST}\r\nConnection: close\r\n\r\n"
+    started = time.monotonic()
+    with ExitStack() as clients:
+        for _ in range(4):
+            client = clients.enter_context(TLSClient(proxy.port, "x"))
+            client.connect()
+            client.sock.sendall(request.encode())
+            while client.sock.recv(4096):
+                pass
+    assert time.monotonic() - started < 3
 
 
 def test_http_leads_to_https(proxy):
@@ -167,11 +165,12 @@ def test_http_leads_to_https(proxy):
     [
         ("GET", "/../x", {}, 400),
         ("GET", "/%00", {}, 400),
-        ("GET", PROJECTS, {"X": "x" * 10_000}, 400),
         ("GET", PROJECTS, {"Content_Length": "x"}, 400),
         ("GET", "/gardening-problem", {}, 404),
         ("TRACE", PROJECTS, {}, 405),
         ("GET", "/" + "x" * 10_000, {}, 414),
+        ("GET", "/" + "x" * 8_178, {}, 414),
+        ("GET", PROJECTS, {"X": "x" * 10_000}, 431),
         ("POST", PROJECTS, {"Transfer_Encoding": "gzip"}, 501),
     ],
 )
@@ -181,6 +180,16 @@ def test_refusal_of_nginx_is_a_problem_document(
     response = tls_client.fetch(method, path, **headers)
     assert_problem(response, status)
     assert "Retry-After" not in response[1]
+
+
+@pytest.mark.parametrize("version", ["1.1", "2"])
+def test_cookies_of_other_services_do_no_harm(proxy, version):
+    """Over HTTP/2, nginx joins several to one that gunicorn finds too long."""
+    options = [f"--http{version}"]
+    for number in range(3):
+        options += ["--header", f"Cookie: c{number}={'x' * 5_000}"]
+    url = f"https://127.0.0.1:{proxy.port}/health"
+    assert run("curl", "-sSk", *options, url).stdout == '{"status":"ok"}'
 
 
 @pytest.mark.parametrize(
@@ -292,6 +301,8 @@ def test_etag_of_a_project_matches_whatever_is_compressed(
         (PROJECTS, None),  # a short list
         ("/docs/files/swagger-ui.css", "gzip"),
         ("/garden/docs/files/swagger-ui.css", "gzip"),
+        ("/openapi.json", "gzip"),
+        ("/garden/openapi.json", "gzip"),
     ],
 )
 def test_only_what_is_long_is_compressed(tls_client, path, encoding):
@@ -377,6 +388,19 @@ def test_headers_of_every_response_keep_browsers_to_https_and_to_the_origin(
         _, headers, _ = plain.fetch("GET", PROJECTS)
     assert headers["Server"] == "nginx"
     assert "Strict-Transport-Security" not in headers  # RFC 6797 7.2 forbids it
+
+
+@pytest.mark.parametrize("cipher, status", [("ECDHE", 0), ("kRSA", 1)])
+def test_no_cipher_is_without_forward_secrecy(service, tmp_path, cipher, status):
+    """With the key of RSA that many certificates have."""
+    pair = ["-keyout", tmp_path / "rsa.key", "-out", tmp_path / "rsa.pem"]
+    create = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes"]
+    run(*create, "-subj", f"/CN={HOST}", *pair)
+    changes = {"/certificate.pem": "/rsa.pem", "/key.pem": "/rsa.key"}
+    with nginx.proxy(tmp_path, service.port, changes) as proxy:
+        connect = ["openssl", "s_client", "-tls1_2", "-cipher", cipher]
+        address = f"127.0.0.1:{proxy.port}"
+        run(*connect, "-connect", address, status=status, input="")
 
 
 @pytest.mark.parametrize("version", ["1.1", "2"])

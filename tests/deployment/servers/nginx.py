@@ -33,14 +33,12 @@ def lines_of_the_page(pattern: str) -> str:
     return lines
 
 
-def add_http_2(snippets: Path, program: str | Path | None = PROGRAM) -> str:
-    """deploy/nginx.conf after the page's own lines for this nginx, and its snippet."""
-    script = lines_of_the_page(r"^case .*^esac\n")
-    places = {"/usr/sbin/nginx": str(program), "/etc/nginx/snippets": str(snippets)}
-    configuration = snippets / "original"
-    shutil.copy(ROOT / "deploy/nginx.conf", configuration)
-    run("sh", "-c", f"CONFIGURATION={configuration}\n{replaced(script, places)}")
-    return configuration.read_text()
+def configuration() -> str:
+    """deploy/nginx.conf, with HTTP/2 as this nginx wants it."""
+    text = (ROOT / "deploy/nginx.conf").read_text()
+    if re.search(r"/1\.2[0-4]\.", run(PROGRAM, "-v").stderr):  # before the directive
+        text = replaced(text, {" ssl;": " ssl http2;", "http2 on;": ""})
+    return text
 
 
 class Proxy(NamedTuple):
@@ -80,8 +78,8 @@ def proxy(
         cors = replaced(cors, {"https://app.example.org": origin})
         (snippets / "gardening-cors.conf").write_text(cors)
     places = certify(folder)
-    configuration = replaced(
-        add_http_2(snippets),
+    served = replaced(
+        configuration(),
         places
         | {
             "/etc/nginx/snippets/": f"{snippets}/",
@@ -101,10 +99,10 @@ def proxy(
             descriptors.append(listener.fileno())
             return f"listen 127.0.0.1:{ports[-1]}{found[1]};"
 
-        configuration = re.sub(r"\blisten \[::\]:.*?;", "", configuration)
-        configuration = re.sub(r"\blisten \d+(.*?);", listen, configuration)
+        served = re.sub(r"\blisten \[::\]:.*?;", "", served)
+        served = re.sub(r"\blisten \d+(.*?);", listen, served)
         user = "user root;" if os.getuid() == 0 else ""
-        framed = FRAME.format(folder=folder, user=user, configuration=configuration)
+        framed = FRAME.format(folder=folder, user=user, configuration=served)
         (folder / "nginx.conf").write_text(framed)
         process = subprocess.Popen(
             [PROGRAM, "-p", folder, "-e", "stderr", "-c", folder / "nginx.conf"],
