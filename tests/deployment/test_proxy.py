@@ -182,6 +182,12 @@ def test_refusal_of_nginx_is_a_problem_document(
     assert "Retry-After" not in response[1]
 
 
+def test_long_path_reaches_the_service(tls_client):
+    path = PROJECTS.ljust(8_177, "x")  # the request line has 8,190 bytes
+    content = tls_client.fetch("GET", "/x")[2]
+    assert tls_client.fetch("GET", path)[::2] == (404, content)
+
+
 @pytest.mark.parametrize("version", ["1.1", "2"])
 def test_cookies_of_other_services_do_no_harm(proxy, version):
     """Over HTTP/2, nginx joins several to one that gunicorn finds too long."""
