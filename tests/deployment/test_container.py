@@ -31,30 +31,43 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text().replace("\\\n", "")
 
 def test_image_needs_no_compiler(tmp_path):
     """Each pin has a wheel for the Python of the image, which is a slim one."""
-    [version] = re.findall(r"(?m)^FROM python:(3\.\d+)-slim$", DOCKERFILE)
+    [version] = re.findall(r"(?m)^FROM python:(3\.\d+)-slim AS", DOCKERFILE)
     [given] = re.findall(r"(--requirement .*psycopg\S+)", DOCKERFILE)
     pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--target", tmp_path]
     wheels = ["--only-binary=:all:", f"--python-version={version}"]
     run(*pip, *wheels, *shlex.split(given), limit=10 * LIMIT)
 
 
-def test_image_holds_what_the_service_needs(tmp_path):
+def copy_to(folder, stage):
+    """Copy what this stage of the image does; the patterns that it names."""
+    named = []
+    for patterns, target in re.findall(r"COPY (?:--\S+ )?(.*) (\S+)\n", stage):
+        (folder / target).mkdir(exist_ok=True)
+        for pattern in patterns.split():
+            named.append(pattern)
+            for file in ROOT.glob(pattern):
+                shutil.copy(file, folder / target)
+    return named
+
+
+def test_images_hold_what_they_need_and_production_no_test_service(tmp_path):
     """And .dockerignore lets Docker see nothing else."""
-    copied = {
-        pattern: folder
-        for patterns, folder in re.findall(r"COPY (?:--\S+ )?(.*) (\S+)\n", DOCKERFILE)
-        for pattern in patterns.split()
-    }
-    first, *seen = (ROOT / ".dockerignore").read_text().split()
-    assert first == "*" and {*seen} == {f"!{pattern}" for pattern in copied}
-    for pattern, folder in copied.items():
-        (tmp_path / folder).mkdir(exist_ok=True)
-        for file in ROOT.glob(pattern):
-            shutil.copy(file, tmp_path / folder)
-    assert "RUN gunicorn --check-config" in DOCKERFILE
+    service, test, default = re.split("(?m)^FROM ", DOCKERFILE)[1:]
+    assert default == "service\n" and test.startswith("service AS test\n")
+    in_production = copy_to(tmp_path, service)
+    assert "RUN gunicorn --check-config" in service
     run(BIN / "gunicorn", "--check-config", folder=tmp_path)
-    run(sys.executable, "-m", "testservice", folder=tmp_path, input="")
-    assert re.search(r"(?m)^USER \d+$", DOCKERFILE)
+    start_test_service = [sys.executable, "-m", "testservice"]
+    run(*start_test_service, folder=tmp_path, input="", status=1)
+    in_test = copy_to(tmp_path, test)
+    ready = run(*start_test_service, folder=tmp_path, input="").stdout
+    assert "token" in json.loads(ready)
+    first, *seen = (ROOT / ".dockerignore").read_text().split()
+    assert first == "*"
+    assert {*seen} == {f"!{pattern}" for pattern in in_production + in_test}
+    for stage in (service, test):
+        users = re.findall(r"(?m)^USER (.*)$", stage)
+        assert users[-1].isdigit()
 
 
 def test_probes_notice_a_lost_database_and_a_lost_service(environment, database):
@@ -90,26 +103,29 @@ def test_compose_file_confines_the_service_and_fits_the_image():
     assert (log["max-size"], log["max-file"]) == ("10m", "5")  # 50 MB
 
 
+def in_volume(volume, block):
+    """The script that a block of the page runs in the container, on this volume."""
+    [script] = re.findall("sh -e?c '([^']*)'", block)
+    return f"({script.replace('/data', str(volume))})"
+
+
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_backup_of_a_container_is_restored_in_a_volume(
     environment, database, tmp_path, is_lost
 ):
     volume, copy = Path(database).parent, tmp_path / "copy"
-    page = "".join(blocks(PAGE, "Backup and restore")).replace("/data", str(volume))
-    backup, restore = re.findall("sh -ec '([^']*)'", page)
-    [restored] = re.findall("--env FLASK_DATABASE=(\\S+) ", page)
+    backup, restore = blocks(PAGE, "Backup and restore")
     environment["PATH"] = f"{BIN}:{environment['PATH']}"
     token = token_on(database)
     with gunicorn(environment) as (_, port), Client(port, token) as client:
         kept = client.call("POST", PROJECTS, {"name": "Park"})[1]
-        saved = f"({backup}) > {shlex.quote(str(copy))}"
+        saved = f"{in_volume(volume, backup)} > {shlex.quote(str(copy))}"
         run("sh", "-ec", saved, environment=environment)
         client.call("POST", PROJECTS, {"name": "written since"})
     if is_lost:
         os.remove(database)
-    restoring = environment | {"FLASK_DATABASE": restored}
-    copied = f"({restore}) < {shlex.quote(str(copy))}"
-    run("sh", "-ec", copied, environment=restoring)
+    copied = f"{in_volume(volume, restore)} < {shlex.quote(str(copy))}"
+    run("sh", "-ec", copied, environment=environment)
     with gunicorn(environment) as (_, port), Client(port, token) as client:
         assert client.call("GET", PROJECTS) == (200, [kept])
     if is_lost:
@@ -117,3 +133,19 @@ def test_backup_of_a_container_is_restored_in_a_volume(
     [before] = volume.glob("before-*/gardening.db")
     with closing(sqlite3.connect(before)) as connection:
         assert connection.execute("SELECT count(*) FROM project").fetchall() == [(2,)]
+
+
+def test_old_database_moves_back_after_a_copy_was_refused(environment, database):
+    volume = Path(database).parent
+    _, restore = blocks(PAGE, "Backup and restore")
+    [back] = re.findall("`(.*'mv -n .*)`", (ROOT / PAGE).read_text())
+    environment["PATH"] = f"{BIN}:{environment['PATH']}"
+    token = token_on(database)
+    restoring = ["sh", "-ec", in_volume(volume, restore)]
+    run(*restoring, environment=environment, input="no database", status=1)
+    assert not Path(database).exists()
+    [before] = volume.glob("before-*")
+    script = in_volume(volume, back).replace("before-DATE", before.name)
+    run("sh", "-c", script, environment=environment)
+    with gunicorn(environment) as (_, port), Client(port, token) as client:
+        assert client.call("GET", PROJECTS) == (200, [])
