@@ -1,7 +1,4 @@
-"""The commands of `flask`, and what `flask run` says at its start.
-
-It is above auth and store, and knows nothing of HTTP or SQL.
-"""
+"""The commands of `flask`, and what `flask run` says at its start."""
 
 import sys
 from contextlib import closing
@@ -52,7 +49,7 @@ token_commands = Group("token", help="Issue, list and revoke access tokens.")
 def create_token(account: str, days: int | None) -> None:
     """Print a new token for ACCOUNT; it cannot be shown again."""
     store, account = current_store(), account_name(account)
-    store.create_database()
+    report_new(store, store.open_database())
     is_new = store.find_account(account) is None
     token, id = issue_token(store, account, days)
     click.echo(token)
@@ -133,8 +130,23 @@ def delete_account(account: str, yes: bool) -> None:
 @click.command("init-db", cls=Command)
 @with_appcontext
 def create_database() -> None:
-    """Create the database, or bring it up to date, as the service does when it starts."""
-    current_store().create_database()
+    """Create the database unless there is one, and bring it up to date."""
+    store = current_store()
+    report_new(store, store.create_database())
+
+
+@click.command("open-db", cls=Command, hidden=True)
+@with_appcontext
+def open_database() -> None:
+    """Bring the database up to date, and create only the default one: for gunicorn."""
+    store = current_store()
+    report_new(store, store.open_database())
+
+
+def report_new(store: Store, is_new: bool) -> None:
+    """Say that the database is new: it may be a lost one's place, or a mistyped path."""
+    if is_new:
+        click.echo(f"A new database: {store.engine.name}", err=True)
 
 
 @click.command("backup", cls=Command)
@@ -151,7 +163,7 @@ def write_backup(file: str) -> None:
 def restore_backup(file: str) -> None:
     """Fill an empty database with the copy that `backup` wrote to FILE."""
     store = current_store()
-    restore(store.engine, file, progress_bar)
+    report_new(store, restore(store.engine, file, progress_bar))
     accounts = store.list_accounts()
     projects = sum(account.projects for account in accounts)
     tokens = sum(account.tokens for account in accounts)
@@ -179,7 +191,8 @@ def progress_bar(rows: Stream, count: int) -> Stream:
 
 def add_to(app: Flask) -> None:
     groups = token_commands, account_commands
-    for command in (*groups, create_database, write_backup, restore_backup):
+    databases = create_database, open_database, write_backup, restore_backup
+    for command in (*groups, *databases):
         app.cli.add_command(command)
     context = click.get_current_context(silent=True)
     if context and context.info_name == "run" and not is_running_from_reloader():
@@ -190,7 +203,7 @@ def welcome(app: Flask, host: str, port: int, cert: object, **_: object) -> None
     """On `flask run`, create the database, and say what to do next, or what is wrong."""
     store: Store = app.extensions["store"]
     try:
-        store.create_database()
+        report_new(store, store.create_database())
         has_tokens = bool(store.list_tokens())
     except Unavailable as error:
         raise click.ClickException(str(error)) from error

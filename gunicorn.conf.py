@@ -32,9 +32,9 @@ access_log_format = '"%({remote_user}e)s" "%(m)s %({sent-path}i)s" %(s)s %(B)s %
 
 
 def on_starting(server: Arbiter) -> None:
-    """Create the database or bring it up to date, or say in one line what is wrong."""
+    """Bring the database up to date, or say in one line what is wrong."""
     # In a process of its own: what the master imported would outlive a reload.
-    command = [sys.executable, "-m", "flask", "--app", "app", "init-db"]
+    command = [sys.executable, "-m", "flask", "--app", "app", "open-db"]
     if subprocess.run(command, check=False).returncode:
         sys.exit(1)
 

@@ -73,10 +73,11 @@ def backup(engine: Engine, path: str, progress: Progress = no_progress) -> None:
         raise Unavailable(f"the copy to {path} failed: {error}") from error
 
 
-def restore(engine: Engine, path: str, progress: Progress = no_progress) -> None:
+def restore(engine: Engine, path: str, progress: Progress = no_progress) -> bool:
     """Fill an empty database with a backup that was made by this release or any since 2.0.0.
 
-    All of it, or nothing. Raises BadBackup; and Unavailable, also if the database is not empty.
+    All of it, or nothing. Returns whether the database was created. Raises BadBackup; and
+    Unavailable, also if the database is not empty.
     """
     try:
         with (
@@ -84,8 +85,10 @@ def restore(engine: Engine, path: str, progress: Progress = no_progress) -> None
             closing(SQLite(f"{folder}/copy")) as copy,
         ):
             copy_file(path, f"{folder}/copy")
-            engine.create_database()  # only now, so that a file that is no backup creates nothing
+            # Only now, so that a file that is no backup creates nothing.
+            is_new = engine.create_database()
             copy_rows(copy, engine, progress)
+            return is_new
     except OSError as error:
         raise Unavailable(f"{error.strerror}: {error.filename}") from error
     except UnicodeDecodeError as error:  # an error of SQLite whose message is no UTF-8

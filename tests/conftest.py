@@ -143,7 +143,9 @@ def project_url(project):
 
 @pytest.fixture
 def environment(database):
-    """The environment of a process that serves the database."""
+    """The environment of a process that serves the database, which it creates."""
+    with closing(store_on(database)) as store:
+        store.create_database()
     return environment_of(database)
 
 

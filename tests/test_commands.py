@@ -43,6 +43,7 @@ MISSING = "^Error: (the copy to backup.db failed: )?(no database at .*|the datab
 @pytest.mark.parametrize(
     "words",
     [
+        ["token", "create", "ann"],
         ["token", "list"],
         ["token", "revoke", "1"],
         ["token", "revoke", "--account", "ann"],
@@ -52,7 +53,7 @@ MISSING = "^Error: (the copy to backup.db failed: )?(no database at .*|the datab
     ],
     ids=" ".join,
 )
-def test_command_that_fills_nothing_creates_no_database(
+def test_command_creates_no_database_that_a_setting_names(
     database, tmp_path, monkeypatch, words
 ):
     monkeypatch.chdir(tmp_path)
@@ -66,13 +67,16 @@ def test_command_that_fills_nothing_creates_no_database(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("words", [["init-db"], ["token", "create", "ann"]])
-def test_command_that_fills_a_database_creates_it(database, words):
+def test_database_that_a_setting_names_is_created_on_purpose_and_said(database):
     app = create_app({"DATABASE": database})
     with closing(app.extensions["store"]) as store:
-        created = app.test_cli_runner().invoke(args=words)
-        assert created.exit_code == 0
-        assert len(store.list_tokens()) == (words[0] == "token")
+        commands = app.test_cli_runner()
+        created = commands.invoke(args=["init-db"])
+        assert (created.exit_code, created.stdout) == (0, "")
+        assert created.stderr == f"A new database: {store.engine.name}\n"
+        again = commands.invoke(args=["init-db"])
+        assert (again.exit_code, again.output) == (0, "")
+        assert commands.invoke(args=["token", "create", "ann"]).exit_code == 0
 
 
 USAGE = [["create"], ["revoke"], ["no-such-command"], ["revoke", "1", "--account", "a"]]

@@ -17,6 +17,7 @@ from helpers.running import (
     PROJECTS,
     TWO_WORKERS,
     Client,
+    environment_of,
     flask_run,
     gunicorn,
     replaced,
@@ -59,14 +60,35 @@ def test_unusable_database_is_refused_at_start(environment, database, command):
 def test_newcomer_is_told_the_next_step(tmp_path):
     copy_service(tmp_path)
     with flask_run(None, folder=tmp_path) as (_, printed):
-        assert printed[0].startswith("No access token yet.")
-        command = printed[1].split()
+        assert printed[0] == f"A new database: {tmp_path}/instance/gardening.db\n"
+        assert printed[1].startswith("No access token yet.")
+        command = printed[2].split()
     assert command[1:] == ["-m", "flask", "token", "create", "ACCOUNT"]
     assert (tmp_path / "instance/gardening.db").exists()
 
     run(*command, folder=tmp_path)
     with flask_run(None, folder=tmp_path) as (_, printed):
         assert not any("No access token" in line for line in printed)
+
+
+def test_gunicorn_creates_no_database_that_a_setting_names(tmp_path):
+    mistyped = str(tmp_path / "gardning.db")
+    ended = run(BIN / "gunicorn", environment=environment_of(mistyped), status=1)
+    error = f"Error: no database at {mistyped}; run `flask init-db`\n"
+    assert ended.stderr.count(error) == 1 and "Traceback" not in ended.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("first", ["gunicorn", "token"])
+def test_default_database_is_created_by_whoever_comes_first(tmp_path, first):
+    copy_service(tmp_path)
+    new = f"A new database: {tmp_path}/instance/gardening.db\n"
+    if first == "token":
+        issued = run(BIN / "flask", "token", "create", "ann", folder=tmp_path)
+        assert issued.stderr.startswith(new)
+    service = gunicorn(os.environ, f"--chdir={tmp_path}")
+    with service as (_, port), Client(port, "x") as client:
+        assert client.call("GET", "/health")[0] == 200
 
 
 SECOND_USE = """
