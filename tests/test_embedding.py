@@ -1,16 +1,16 @@
 """The service in other teams' tests; tests/deployment shows it when pip has installed it."""
 
 import os
+import pickle
+import signal
 import sys
-import threading
 import uuid
 from functools import partial
-from threading import Timer
 
 import pytest
 
 from helpers import running
-from helpers.running import LIMIT, ROOT
+from helpers.running import LIMIT, ROOT, workers
 from helpers.stores import lasts
 from helpers.testservice import (
     call_projects,
@@ -21,6 +21,7 @@ from testservice.gardening_service import client, run
 
 # What a user may have set, and what is not for the service.
 THEIRS = {"GARDENING_MAX_PROJECTS": "theirs", "WEB_CONCURRENCY": "theirs"}
+THEIRS |= {"SCRIPT_NAME": "/theirs"}
 
 
 @pytest.fixture
@@ -34,25 +35,45 @@ def their_environment(tmp_path_factory):
     assert list(place.glob("gardening-*")) == []
 
 
-@pytest.mark.parametrize(
-    "command, told", [("sh -c 'echo no soil >&2'", "no soil"), ("sleep 99", "")]
-)
-def test_service_that_does_not_start_says_why(monkeypatch, capfd, command, told):
+NOT_STARTED = [
+    ("sh -c 'echo no soil >&2'", "start[.]", "no soil"),
+    ("sleep 99", "start within 1 seconds[.]", ""),
+]
+
+
+@pytest.mark.parametrize("command, reason, log", NOT_STARTED)
+def test_service_that_does_not_start_says_why(monkeypatch, capfd, command, reason, log):
     monkeypatch.setenv("GARDENING_TEST_SERVICE", command)
     monkeypatch.setattr(client, "LIMIT", 1)
-    told_so = pytest.raises(RuntimeError, match="^The service did not start")
-    with lasts(0, LIMIT), told_so, run():
+    raised = pytest.raises(RuntimeError, match=f"^The service did not {reason}$")
+    with lasts(0, LIMIT), raised, run():
         pass
-    assert told in capfd.readouterr().err
+    assert log in capfd.readouterr().err
 
 
 def test_service_that_has_ended_says_so_at_the_next_call_and_at_the_end():
-    told = "^The service has ended"
-    with pytest.raises(RuntimeError, match=told), run() as service:
-        service._process.kill()
-        service._process.wait(LIMIT)
-        with pytest.raises(RuntimeError, match=told):
+    others, message = workers(os.getpid()), "^The service has ended"
+    with pytest.raises(RuntimeError, match=message), run() as service:
+        [process] = {*workers(os.getpid())} - {*others}
+        os.kill(process, signal.SIGKILL)
+        assert refuses(service.url)
+        with pytest.raises(RuntimeError, match=message):
             service.with_new_account()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_any_process_can_use_a_fixture(gardening):
+    """A forked one, as of Django's parallel tests, and one that was sent a copy."""
+    copy = pickle.loads(pickle.dumps(gardening))
+    copy.plan(["429"])
+    child = os.fork()
+    if child == 0:
+        left = []
+        try:
+            left = gardening.left(gardening.token)
+        finally:
+            os._exit(len(left))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
 def test_log_is_on_standard_error_which_pytest_shows(monkeypatch, capfd):
@@ -60,11 +81,6 @@ def test_log_is_on_standard_error_which_pytest_shows(monkeypatch, capfd):
     with run() as service:
         assert call_projects(service.url, service.issue_token(fail=["500"]))[0] == 500
     assert "RuntimeError: planned for this token" in capfd.readouterr().err
-
-
-def test_service_that_has_started_has_no_limit_any_more(gardening_service):
-    limits = [each for each in threading.enumerate() if isinstance(each, Timer)]
-    assert all(limit.finished.is_set() for limit in limits)
 
 
 def test_fixture_of_a_test_works_on_its_own_account(gardening, gardening_service):
@@ -76,9 +92,9 @@ def test_fixture_of_a_test_works_on_its_own_account(gardening, gardening_service
         gardening_service.issue_token(),
     ]
     assert call_projects(gardening.url, gardening.token, "POST", {})[0] == 201
-    answers = [call_projects(gardening.url, token) for token in tokens]
-    assert [status for status, _ in answers] == [200, 429, 401, 200, 200]
-    assert [len(answers[number][1]) for number in (0, 3, 4)] == [1, 1, 0]
+    responses = [call_projects(gardening.url, token) for token in tokens]
+    assert [status for status, _ in responses] == [200, 429, 401, 200, 200]
+    assert [len(responses[number][1]) for number in (0, 3, 4)] == [1, 1, 0]
     assert gardening.headers == {"Authorization": f"Bearer {gardening.token}"}
 
 

@@ -7,9 +7,9 @@ GET /test/tokens/TOKEN shows what is left of its plan and the requests that came
 with {"fail": [...]} replaces the plan, and DELETE revokes the token.
 
 Ends when its standard input closes, or on SIGTERM or SIGINT. An input that is not a pipe, a
-socket or a terminal, such as /dev/null, never ends it.
+socket or a terminal, such as /dev/null, never ends it. One that has ended before the service
+responds is an error.
 """
-# Tested in tests/test_testservice.py.
 
 import argparse
 import os
@@ -17,7 +17,7 @@ import socket
 import sys
 from urllib.parse import urlsplit
 
-IGNORED_PREFIXES = ("FLASK_", "GARDENING_", "WEB_CONCURRENCY")
+IGNORED_PREFIXES = ("FLASK_", "GARDENING_", "SCRIPT_NAME", "WEB_CONCURRENCY")
 HELP = (
     "install the service with its dependencies, or set GARDENING_TEST_SERVICE "
     "to the command of an environment that has them"

@@ -3,7 +3,6 @@
 The worker has the data in memory, so its end is the end of the service. It needs nobody who
 would start it anew, reload it, or wait until it has served its requests.
 """
-# Tested in tests/test_testservice.py.
 
 import json
 import os

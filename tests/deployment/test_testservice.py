@@ -151,6 +151,21 @@ def test_nothing_is_left_when_a_run_is_ended(python, tmp_path, their_environment
     assert (tmp_path / "token").exists() == (name == "SIGINT")
 
 
+PATCHED = """
+from gardening_service import client, run
+from gevent import monkey
+monkey.patch_all()
+with run() as service:
+    print(service.with_new_account().plan(["429"]))
+"""
+
+
+def test_service_can_be_started_after_gevent_has_patched_python(their_environment):
+    """As in a conftest.py, before which pytest imports the fixtures."""
+    theirs = their_environment | {"PYTHONPATH": str(ROOT / "testservice")}
+    run(sys.executable, "-c", PATCHED, folder="/", environment=theirs)
+
+
 def test_no_module_of_ours_but_the_package_can_be_imported(python):
     names = [*OUR_NAMES, "gardening_service.app", "gardening_service"]
     code = f"import importlib.util as u; print([u.find_spec(n) for n in {names}])"

@@ -3,7 +3,6 @@
 What talks to it is in client.py, and what pytest needs in fixtures.py. The service itself is
 in a folder that no import statement can name: see pyproject.toml.
 """
-# Tested in tests/test_embedding.py.
 
 from __future__ import annotations
 

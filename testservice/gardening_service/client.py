@@ -3,17 +3,16 @@
 The service runs as a process of its own, so that its modules, settings and paths cannot
 clash with those of the project under test.
 """
-# Tested in tests/test_embedding.py.
 
 import json
 import os
+import select
 import shlex
+import subprocess  # by its module, since gevent replaces Popen in it
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
-from subprocess import PIPE, Popen
-from threading import Timer
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -22,14 +21,18 @@ from . import COMMAND, ROOT
 Plan = Sequence[str]
 Request = dict[str, Any]  # method, path, headers, body
 LIMIT = 10  # seconds, for the start, for a response and for the end
+ENDED = "The service has ended."
 
 
 @dataclass(frozen=True)
 class Service:
-    """The running service. Its methods raise ValueError for an unknown token or failure."""
+    """The running service, from any process on this machine.
+
+    Its methods raise ValueError for an unknown token or failure, and RuntimeError if the
+    service has ended.
+    """
 
     url: str  # its base, without a slash at the end
-    _process: Popen[bytes]
 
     def with_new_account(self) -> "Gardening":
         """The service with an account that nobody else has."""
@@ -63,22 +66,19 @@ class Service:
         """The token's next request gets 401."""
         self._call("DELETE", path_of(token))
 
-    def require_running(self) -> None:
-        """Raises RuntimeError if the service has ended."""
-        if self._process.poll() is not None:
-            raise RuntimeError("The service has ended.")
-
     def _call(self, method: str, path: str, body: object = None) -> Any:
-        self.require_running()
         connection = HTTPConnection(urlsplit(self.url).netloc, timeout=LIMIT)
         headers = {"Content-Type": "application/json"}
         with closing(connection):
-            connection.request(method, path, json.dumps(body), headers)
+            try:
+                connection.request(method, path, json.dumps(body), headers)
+            except ConnectionRefusedError as error:
+                raise RuntimeError(ENDED) from error
             response = connection.getresponse()
-            answer = json.loads(response.read() or "null")
+            content = json.loads(response.read() or "null")
         if response.status >= 400:
-            raise ValueError(answer.get("errors", answer["detail"]))
-        return answer
+            raise ValueError(content.get("errors", content["detail"]))
+        return content
 
 
 def path_of(token: str) -> str:
@@ -127,20 +127,23 @@ def run_service() -> Iterator[Service]:
     words, folder = (words, None) if words else (COMMAND, ROOT)
     # In a process group of its own, since Ctrl-C is for the tests. It writes to their
     # standard error, which pytest shows with the test that failed.
-    with Popen(words, cwd=folder, stdin=PIPE, stdout=PIPE, process_group=0) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        words, cwd=folder, stdin=pipe, stdout=pipe, process_group=0
+    ) as process:
         assert process.stdout
-        limit = Timer(LIMIT, process.kill)  # so that readline returns
-        limit.start()
+        output = select.poll()
+        output.register(process.stdout, select.POLLIN)
         try:
+            if not output.poll(1000 * LIMIT):
+                raise RuntimeError(f"The service did not start within {LIMIT} seconds.")
             ready = process.stdout.readline()
-            limit.cancel()
             if not ready:
                 raise RuntimeError("The service did not start.")
-            service = Service(json.loads(ready)["url"], process)
-            yield service
-            service.require_running()
+            yield Service(json.loads(ready)["url"])
+            if process.poll() is not None:
+                raise RuntimeError(ENDED)
             process.terminate()
             process.wait(LIMIT)
         finally:
-            limit.cancel()
             process.kill()

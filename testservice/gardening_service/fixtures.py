@@ -1,5 +1,4 @@
 """Pytest fixtures for other teams: the real service, with an account per test."""
-# Tested in tests/test_embedding.py.
 
 from collections.abc import Iterator
 
