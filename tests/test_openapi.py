@@ -8,7 +8,7 @@ from urllib.parse import urljoin
 import pytest
 
 import schemas
-from helpers.openapi import API, FILE, resolve, validator
+from helpers.openapi import API, FILE, HELLO, resolve, validator
 from helpers.running import PROJECTS, ROOT
 
 # What is described of hello-service, which answers any method: more would only
@@ -36,7 +36,19 @@ def test_every_route_and_method_is_described_and_nothing_else(app):
         for path, item in API["paths"].items()
         for method in every & set(item)
     }
-    assert described == routes
+    # HEAD is GET without the body (RFC 9110 9.3.2): it is no operation of its own.
+    heads = {(path, "head") for path, method in described if method == "get"}
+    assert described | heads - {(HELLO, "head")} == routes
+
+
+def test_head_gets_what_is_described_of_get(app, client, project_url):
+    public = ("/openapi.json", "/health", HELLO)
+    for path in (PROJECTS, f"{PROJECTS}?size=0", project_url, "/nowhere", *public):
+        got, head = client.get(path), client.head(path)
+        assert (head.status, head.data) == (got.status, b"")
+        if path != HELLO:  # which names the method
+            assert head.headers == got.headers
+    assert app.test_client().head(PROJECTS).status_code == 401
 
 
 def test_answer_that_is_not_as_described_fails_the_test(app):
@@ -130,10 +142,9 @@ def test_described_fields_match_the_schemas():
     assert described["Project"]["required"] == list(described["Project"]["properties"])
     point = set(schemas.PointSchema().fields)
     assert set(described["Point"]["properties"]) == point
-    for method in ("get", "head"):
-        parameters = API["paths"][PROJECTS][method]["parameters"]
-        query = {p["name"] for p in map(resolve, parameters) if p["in"] == "query"}
-        assert query == set(schemas.PAGE.fields)
+    parameters = API["paths"][PROJECTS]["get"]["parameters"]
+    query = {p["name"] for p in map(resolve, parameters) if p["in"] == "query"}
+    assert query == set(schemas.PAGE.fields)
 
 
 @pytest.mark.parametrize("name", schemas.PAGE.fields)
