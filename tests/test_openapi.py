@@ -10,6 +10,8 @@ import pytest
 import schemas
 from helpers.openapi import API, FILE, HELLO, resolve, validator
 from helpers.running import PROJECTS, ROOT
+from reading import MAX_BODY
+from store import MAX_PROJECTS
 
 # What is described of hello-service, which answers any method: more would only
 # bloat the generated clients.
@@ -51,13 +53,14 @@ def test_head_gets_what_is_described_of_get(app, client, project_url):
     assert app.test_client().head(PROJECTS).status_code == 401
 
 
-def test_answer_that_is_not_as_described_fails_the_test(app):
+@pytest.mark.parametrize("header", ["Retry-After", "Deprecation"])
+def test_header_that_is_not_described_fails_the_test(app, header):
     app.add_url_rule("/crash", view_func=lambda: 1 / 0)
 
     @app.after_request
-    def add_header(answer):
-        answer.headers["Retry-After"] = "5"
-        return answer
+    def add_header(response):
+        response.headers[header] = "5"
+        return response
 
     for path in ("/openapi.json", PROJECTS, "/nowhere", "/crash"):
         with pytest.raises(AssertionError):
@@ -73,6 +76,28 @@ def test_protected_routes_are_described_as_such():
     }
     assert API["security"] == [{"token": []}]
     assert open_paths == {"/api/v1/hello-service", "/health", "/openapi.json"}
+
+
+def test_pages_state_the_limits_of_the_code():
+    fields, size = schemas.PROJECT.fields, schemas.PAGE.fields["size"]
+    name, postal_code = (
+        f"{fields[name].validators[0].max:,}" for name in ("name", "postal_code")
+    )
+    body = f"{MAX_BODY // 1024} KiB"
+    page = " ".join((ROOT / "docs/api.md").read_text().split())
+    for stated in (
+        f"`name` (at most {name} characters), `postal_code` ({postal_code})",
+        f"uncompressed, at most {body},",
+        f"the body is longer than {body} |",
+        f"`size` is 1 to {schemas.MAX_SIZE}, default {size.load_default}",
+        f"as many Projects as it may, {MAX_PROJECTS:,} unless the operator",
+    ):
+        assert stated in page
+    assert body in API["components"]["responses"]["TooLarge"]["description"]
+    full = API["components"]["responses"]["SpentOrFull"]
+    assert f"{MAX_PROJECTS:,} unless the operator" in full["description"]
+    listed = API["components"]["schemas"]["ProjectPage"]["properties"]["size"]
+    assert listed["maximum"] == schemas.MAX_SIZE
 
 
 def test_response_may_hold_text_that_a_request_may_not():
