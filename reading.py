@@ -76,7 +76,7 @@ def read_json() -> Any:
     body = read_body()
     try:
         return json.loads(
-            body.decode(),
+            body.decode("utf-8-sig"),  # RFC 8259 8.1 allows the mark
             parse_constant=reject_constant,
             object_pairs_hook=reject_duplicates,
         )
