@@ -11,11 +11,13 @@ from gunicorn.workers.base import Worker
 UNREAD_LIMIT = 64 * 1024  # bytes; gunicorn drains less than this of an unread body
 
 wsgi_app = "app:create_app()"
-bind = os.environ.get("GARDENING_BIND", "127.0.0.1:8000")
+bind = os.environ.get("GARDENING_BIND", "").strip() or "127.0.0.1:8000"
 worker_class = "gthread"
 # Two processes per core cost little, and make it less likely that one process has all of the
 # kept-alive connections.
 workers = int(os.environ.get("WEB_CONCURRENCY", 2 * (os.cpu_count() or 1)))
+if workers == 0:  # gunicorn would accept connections, and serve none
+    sys.exit("Error: WEB_CONCURRENCY must be a whole number, 1 or more")
 # Two, so that a write waiting for the disk does not hold up its process. With more, they
 # contend for the interpreter, and a mix of reads and writes gets slower.
 threads = 2
@@ -23,7 +25,7 @@ keepalive = 75  # seconds, longer than the proxy's, so that the proxy closes fir
 # gunicorn would take SCRIPT_NAME from a proxy, which may pass on a client's.
 forwarder_headers = ""
 # Where the heartbeats of workers touch no disk.
-worker_tmp_dir = "/dev/shm" if os.path.isdir("/dev/shm") else None
+worker_tmp_dir = "/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else None
 control_socket_disable = True  # there is one per user, so two instances would clash
 accesslog = "-"
 # Account and token ID, method and path, status, bytes, microseconds, request ID: no token and

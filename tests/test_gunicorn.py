@@ -57,9 +57,20 @@ def test_environment_sets_the_address_and_the_number_of_workers(environment):
     assert (settings["threads"], settings["keepalive"]) == ("2", "75")
     assert "keepalive_timeout 60s;" in (ROOT / "deploy/nginx.conf").read_text()  # less
     assert settings["control_socket_disable"] == "True"
+    for empty in ("", " "):
+        changes = {"GARDENING_BIND": empty}
+        assert set_up(environment, **changes)["bind"] == settings["bind"]
     changes = {"GARDENING_BIND": "0.0.0.0:8080", "WEB_CONCURRENCY": "3"}
     settings = set_up(environment, **changes)
     assert (settings["bind"], settings["workers"]) == ("['0.0.0.0:8080']", "3")
+
+
+def test_number_of_workers_is_not_0(environment):
+    environment |= {"WEB_CONCURRENCY": "0"}
+    refused = run(BIN / "gunicorn", environment=environment, status=1)
+    assert refused.stderr == (
+        "Error: WEB_CONCURRENCY must be a whole number, 1 or more\n"
+    )
 
 
 def test_prefix_does_not_come_from_a_header(environment, token):

@@ -112,3 +112,10 @@ def test_files_that_root_creates_belong_to_the_owner_of_the_folder(tmp_path):
     os.chown(database, 0, 0)
     run_command(database, "token", "create", "ann")
     assert os.stat(database).st_uid == 0  # what is there is left as it is
+
+
+def test_gunicorn_starts_where_nobody_can_write_to_dev_shm():
+    """As with --read-only in a container."""
+    script = f"mount -t tmpfs -o ro none /dev/shm && {BIN}/gunicorn --print-config"
+    printed = run("unshare", "--mount", "sh", "-c", script).stdout
+    assert re.search(r"(?m)^worker_tmp_dir += None$", printed)
