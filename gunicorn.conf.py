@@ -26,6 +26,7 @@ keepalive = 75  # seconds, longer than the proxy's, so that the proxy closes fir
 forwarder_headers = ""
 # Where the heartbeats of workers touch no disk.
 worker_tmp_dir = "/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else None
+limit_request_line = 8190  # bytes, as for each header, and as nginx takes
 control_socket_disable = True  # there is one per user, so two instances would clash
 accesslog = "-"
 # Account and token ID, method and path, status, bytes, microseconds, request ID: no token and

@@ -152,6 +152,13 @@ def test_access_log_has_a_line_for_each_request(log, shared, shared_token):
     ]
 
 
+def test_request_line_may_have_8190_bytes(log):
+    for size, status in [(8190, "200"), (8191, None)]:
+        head, version = f"GET {HELLO}?", " HTTP/1.1"
+        lines = log(head + "x" * (size - len(head + version)) + version)
+        assert [line.split()[3] for line in lines] == [status] * bool(status)
+
+
 @pytest.mark.parametrize("text", ['" 200', "a b", "a\tb", '\\" 200', "%0A", "é"])
 def test_nothing_in_a_path_or_header_forges_a_log_line(log, shared_token, text):
     lines = log(
