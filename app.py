@@ -1,7 +1,6 @@
 """The Gardening Project Service: its routes, and what each of them responds.
 
-It contains no SQL, no token logic and no validation. Failures travel as exceptions to the
-handlers of problems.py.
+Failures travel as exceptions to the handlers of problems.py.
 """
 
 import os
@@ -12,7 +11,7 @@ from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from flask import Blueprint, Flask, Response, current_app, request, url_for
 from werkzeug.http import quote_etag
-from werkzeug.routing import Rule
+from werkzeug.routing import Map, Rule
 
 import commands
 import problems
@@ -49,15 +48,6 @@ def create_app(config: Mapping[str, Any] | None = None) -> Flask:
         PREFIX=os.environ.get("GARDENING_PREFIX"),
     )
     app.config.update(config or {})
-    default = os.path.join(app.instance_path, "gardening.db")
-    try:
-        engine = engine_on(str(app.config["DATABASE"] or ""), default)  # a Path will do
-        max_projects = read_max_projects(app.config["MAX_PROJECTS"])
-    except ValueError as error:
-        raise commands.WrongSetting(str(error)) from error
-    app.extensions["store"] = Store(engine, max_projects=max_projects)
-    if prefix := str(app.config["PREFIX"] or "").strip("/"):
-        app.wsgi_app = without_prefix(app.wsgi_app, f"/{prefix}")  # type: ignore[assignment]
     app.url_map.merge_slashes = False  # "a//b" is not redirected to "a/b"
     app.register_blueprint(api)
     # Without methods, a Rule takes them all.
@@ -65,12 +55,25 @@ def create_app(config: Mapping[str, Any] | None = None) -> Flask:
     app.view_functions["hello"] = hello
     problems.add_to(app)
     swagger.add_to(app, TITLE)
+    default = os.path.join(app.instance_path, "gardening.db")
+    try:
+        if app.config["DATABASE"] == ":memory:" and "DATABASE" not in (config or {}):
+            # No command could issue a token for it.
+            raise ValueError("FLASK_DATABASE cannot be :memory:")
+        engine = engine_on(str(app.config["DATABASE"] or ""), default)  # a Path will do
+        max_projects = read_max_projects(app.config["MAX_PROJECTS"])
+        prefix = read_prefix(app.config["PREFIX"], app.url_map)
+    except ValueError as error:
+        raise commands.WrongSetting(str(error)) from error
+    app.extensions["store"] = Store(engine, max_projects=max_projects)
+    if prefix:
+        app.wsgi_app = without_prefix(app.wsgi_app, prefix)  # type: ignore[assignment]
     commands.add_to(app)
     return app
 
 
 def read_max_projects(setting: object) -> int:
-    """Raises ValueError for what is no such number."""
+    """The setting as a number. Raises ValueError."""
     if not re.fullmatch("[1-9][0-9]{0,17}", str(setting)):
         raise ValueError(
             "GARDENING_MAX_PROJECTS must be a whole number, 1 or more, of up to 18 digits"
@@ -78,16 +81,29 @@ def read_max_projects(setting: object) -> int:
     return int(str(setting))
 
 
+def read_prefix(setting: object, routes: Map) -> str:
+    """The prefix with a slash in front and none behind; "" for none. Raises ValueError."""
+    text = str(setting or "").strip("/")
+    prefix = f"/{text}" if text else ""
+    if not re.fullmatch("(/[A-Za-z0-9._~-]+)*", prefix):
+        form = "segments of A-Z a-z 0-9 . _ ~ -, with slashes between them"
+        raise ValueError(f"GARDENING_PREFIX must be {form}")
+    for rule in routes.iter_rules():
+        if prefix and f"{rule.rule}/".startswith(f"{prefix}/"):
+            raise ValueError(f"GARDENING_PREFIX must not be {prefix}, a path in use")
+    return prefix
+
+
 def without_prefix(wsgi_app: WSGIApplication, prefix: str) -> WSGIApplication:
     """Take the prefix off an address that has it (PEP 3333, SCRIPT_NAME)."""
-    sent = prefix.encode().decode("latin-1")  # as a server writes it into PATH_INFO
 
     def stripped(
         environ: WSGIEnvironment, start_response: StartResponse
     ) -> Iterable[bytes]:
-        if environ["PATH_INFO"].startswith(f"{sent}/"):
-            environ["SCRIPT_NAME"] = environ.get("SCRIPT_NAME", "") + sent
-            environ["PATH_INFO"] = environ["PATH_INFO"].removeprefix(sent)
+        path = environ.get("PATH_INFO", "")  # a server may omit an empty one
+        if path.startswith(f"{prefix}/"):
+            environ["SCRIPT_NAME"] = environ.get("SCRIPT_NAME", "") + prefix
+            environ["PATH_INFO"] = path.removeprefix(prefix)
         return wsgi_app(environ, start_response)
 
     return stripped

@@ -9,6 +9,8 @@ def engine_on(database: str, default: str) -> Engine:
 
     Raises ValueError for a setting that names none, or if its driver is missing.
     """
+    if database != database.strip():
+        raise ValueError("FLASK_DATABASE must not start or end in white space")
     if not database:
         return SQLite(default, is_default=True)
     if database.startswith("postgresql://"):

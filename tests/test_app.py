@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from werkzeug.test import EnvironBuilder, run_wsgi_app
 
 from app import create_app
 from auth import digest
@@ -381,12 +382,14 @@ def test_config_goes_before_the_environment(folder, monkeypatch):
     [
         ("/garden", "/garden/health", 200),
         ("garden/", "/garden/health", 200),
-        ("/gär/ten", "/gär/ten/health", 200),
+        ("/gar.d_e~n/t-1", "/gar.d_e~n/t-1/health", 200),
         ("/garden", "/health", 200),
         ("/garden", "/gardenia/health", 404),
         ("/garden", "/garden/garden/health", 404),
         ("/garden", "/garden", 404),
         ("", "/garden/health", 404),
+        ("/", "/garden/health", 404),
+        ("/apis", "/apis/health", 200),
     ],
 )
 def test_prefix_is_taken_off_an_address(folder, monkeypatch, prefix, address, status):
@@ -397,6 +400,47 @@ def test_prefix_is_taken_off_an_address(folder, monkeypatch, prefix, address, st
         app = create_app({"DATABASE": "gardening.db"} | config)
         assert app.test_client().get(address).status_code == status
         monkeypatch.setenv("GARDENING_PREFIX", prefix)
+
+
+BAD_PREFIXES = ["/gärten", "/сад", "/a?b", "/a#b", "/a b", "/a%20b", "/a//b"]
+OWN_PATHS = ["/api", "api/v1", "/health/", "/docs", "/openapi.json"]
+
+
+@pytest.mark.parametrize("prefix", [*BAD_PREFIXES, *OWN_PATHS])
+def test_prefix_that_cannot_work_is_refused(monkeypatch, prefix):
+    monkeypatch.setenv("GARDENING_PREFIX", prefix)
+    with pytest.raises(ValueError, match="^GARDENING_PREFIX must ") as refusal:
+        create_app({"DATABASE": ":memory:"})
+    assert ("a path in use" in str(refusal.value)) == (prefix in OWN_PATHS)
+
+
+def test_server_may_leave_out_an_empty_path():
+    """As PEP 3333 says of PATH_INFO."""
+    app = create_app({"DATABASE": ":memory:", "PREFIX": "/garden"})
+    environ = EnvironBuilder(path="/").get_environ()
+    del environ["PATH_INFO"]
+    assert run_wsgi_app(app.wsgi_app, environ)[1] == "302 FOUND"
+
+
+SPACED = [" a.db", "a.db ", "a.db\r", "a.db\n", "\t", "postgresql://db1/gardening\r"]
+
+
+@pytest.mark.parametrize("setting", SPACED)
+def test_database_between_white_space_is_refused(folder, monkeypatch, setting):
+    message = "^FLASK_DATABASE must not start or end in white space$"
+    monkeypatch.setenv("FLASK_DATABASE", setting)
+    for config in ({}, {"DATABASE": setting}):
+        with pytest.raises(ValueError, match=message):
+            create_app(config)
+    assert list(folder.iterdir()) == []
+
+
+def test_database_in_memory_is_none_of_the_environment(monkeypatch):
+    """No command could issue a token for it."""
+    monkeypatch.setenv("FLASK_DATABASE", ":memory:")
+    with pytest.raises(ValueError, match="^FLASK_DATABASE cannot be :memory:$"):
+        create_app()
+    create_app({"DATABASE": ":memory:"})
 
 
 @pytest.mark.parametrize(
