@@ -104,13 +104,13 @@ def test_files_that_root_creates_belong_to_the_owner_of_the_folder(tmp_path):
     folder.mkdir()
     os.chown(folder, 65534, 65534)
     database = str(folder / "gardening.db")
-    run_command(database, "token", "create", "ann")
+    run_command(database, "init-db")
     run_command(database, "backup", str(folder / "backup.db"))
     files = list(folder.iterdir())
     assert len(files) >= 3
     assert {(f.stat().st_uid, f.stat().st_gid) for f in files} == {(65534, 65534)}
     os.chown(database, 0, 0)
-    run_command(database, "token", "create", "ann")
+    run_command(database, "init-db")
     assert os.stat(database).st_uid == 0  # what is there is left as it is
 
 
