@@ -103,6 +103,7 @@ class Services:
 
     def __init__(self, database):
         self.environment, self.running = environment_of(database), ExitStack()
+        self.token = token_on(database)
         self.ports = []
 
     def __enter__(self):
@@ -169,7 +170,7 @@ def test_history_on_sqlite(database):
 
     with Services(database) as two:
         faults = two.kill_a_worker, two.stop_a_worker, two.reload, two.start_again
-        check(two.history(token_on(database), *faults, lock))
+        check(two.history(two.token, *faults, lock))
     with closing(sqlite3.connect(database)) as connection:
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
         assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
@@ -211,6 +212,6 @@ def test_history_on_postgresql(postgresql_to_break):
         database = f"postgresql://postgres@{hosts}/postgres"
         with Services(database) as two:
             faults = two.kill_a_worker, two.reload, terminate, crash, fail_over
-            calls = two.history(token_on(database), *faults)
+            calls = two.history(two.token, *faults)
         check(calls)
         assert max(call.end - call.start for call in calls if call.status) < ANSWER
