@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 from flask import Flask
-from flask.cli import AppGroup, with_appcontext
+from flask.cli import AppGroup, FlaskGroup, with_appcontext
 from werkzeug.serving import is_running_from_reloader
 
 from auth import BadName, account_name, current_store, issue_token
@@ -216,3 +216,14 @@ def welcome(app: Flask, host: str, port: int, cert: object, **_: object) -> None
         scheme = "https" if cert else "http"
         click.echo("To read about the API and try it, open in a browser:")
         click.echo(f"    {scheme}://{address}{page}")
+
+
+def main() -> None:
+    """`gardening`, the program on a server: the commands of this module alone."""
+    from app import create_app  # which imports this module
+
+    group = FlaskGroup(
+        add_default_commands=False, create_app=create_app, add_version_option=False
+    )
+    group.params.clear()  # --app and others of Flask
+    group.main(prog_name="gardening")

@@ -17,6 +17,7 @@ from deployment.servers.nginx import HOST
 from helpers.running import LIMIT, PROJECTS, ROOT, blocks, replaced, run, wait_for
 
 PAGE = "docs/operations.md"
+SERVERS = "docs/servers.md"
 LITESTREAM = "docs/litestream.md"
 POSTGRESQL = "docs/postgresql.md"
 DEPLOY = ROOT / "deploy"
@@ -142,10 +143,7 @@ def empty_account(machine, token_of_ann):
 def saved_settings(machine):
     """A copy of the settings, which hold again after the test."""
     machine.paste("cp /etc/gardening.env /run/")
-    # Or systemd would refuse a sixth start within ten seconds.
-    machine.paste("systemctl reset-failed gardening")
     yield "/run/gardening.env"
-    machine.paste("systemctl reset-failed gardening")
     machine.paste("cp /run/gardening.env /etc/ && systemctl restart gardening")
 
 
@@ -155,9 +153,9 @@ def no_backups(machine):
     machine.paste(f"find {BACKUPS} -mindepth 1 -delete")
 
 
-def add_setting(machine, start):
+def add_setting(machine, start, page=PAGE):
     """Add the setting of the page that starts like this, and restart the service."""
-    [setting] = re.findall(f"`({start}[^`]*)`", (ROOT / PAGE).read_text())
+    [setting] = re.findall(f"`({start}[^`]*)`", (ROOT / page).read_text())
     machine.paste("cat >> /etc/gardening.env", input=f"{setting}\n")
     machine.paste("systemctl restart gardening")
 
@@ -180,6 +178,8 @@ def test_unit_has_few_rights_and_keeps_its_data_to_itself(unit):
     assert float(exposure) < 2
     # Each of them sets the mode of the folder, whichever starts last.
     assert "StateDirectory=gardening\nStateDirectoryMode=0700\n" in unit.read_text()
+    # systemd would refuse a sixth start within ten seconds.
+    assert "\n[Service]" in unit.read_text().partition("StartLimitIntervalSec=0\n")[2]
 
 
 def test_systemd_accepts_every_unit(machine):
@@ -262,40 +262,54 @@ def kill_worker(machine):
     wait_for(lambda: killed not in (left := workers(machine)) and left)
 
 
-# The last lines of releases, and how often their upgrade is tried. The first cannot be
-# loaded; the second can, but not use the database.
-BROKEN = {
-    "import nothing_of_this_name": 2,
-    "Store.check = lambda self: no_such_layout()": 1,
-}
+# The last lines of releases. The first cannot be loaded; the second can, but not use the
+# database.
+BROKEN = [
+    "import nothing_of_this_name",
+    "Store.check = lambda self: no_such_layout()",
+]
 
 
 def upgrade_later():
     """The block for an upgrade, which takes a backup that has the second in its name."""
-    return f"while [ -e {BACKUPS}/$({NOW}) ]; do sleep 0.1; done\n{block('Upgrade')}"
+    wait = f"while [ -e {BACKUPS}/$({NOW}) ]; do sleep 0.1; done"
+    return f"{wait}\n{block('Upgrade', 'pull')}"
+
+
+def go_back_from(printed):
+    """The command that a failed upgrade names, which is the page's."""
+    [line] = re.findall("(?m)^Not installed. To go back: (.*)\\Z", printed.rstrip())
+    [command] = [each for each in blocks(PAGE, "Upgrade") if "COMMIT" in each]
+    assert re.fullmatch(command.strip().replace("COMMIT", "[0-9a-f]{40}"), line)
+    return line
 
 
 @pytest.mark.parametrize("line", BROKEN, ids=["not loaded", "not healthy"])
-def test_refused_upgrade_leaves_the_release_from_before(machine, empty_account, line):
-    upgrade = upgrade_later()
-    before = installed_release(machine)
-    started = main_pid(machine)
+def test_failed_upgrade_names_the_command_that_goes_back(machine, empty_account, line):
+    before, started, old = (
+        installed_release(machine),
+        main_pid(machine),
+        workers(machine),
+    )
     release(machine, f'echo "{line}" >> app.py')
-    for _ in range(BROKEN[line]):
-        machine.paste(upgrade, status=1)
-        assert installed_release(machine) == before
+    for _ in range(2):
+        printed = machine.paste(upgrade_later(), status=1)
+        if line == BROKEN[0]:  # the old processes go on
+            assert workers(machine) == old
+            add_project(machine, empty_account, "meanwhile")
+    back = go_back_from(printed)
     assert re.findall("no[a-z_]{8,}", line)[0] in machine.paste(
         "journalctl -u gardening -n 200"
     )
-    assert main_pid(machine) == started
+    paste_twice(machine, back)
+    assert (installed_release(machine), main_pid(machine)) == (before, started)
     kill_worker(machine)
-    add_project(machine, empty_account, "meanwhile")
-    assert " ann\n" in machine.paste("gardening token list")
+    add_project(machine, empty_account, "back")
     release(machine, "git revert --no-edit --no-commit HEAD")
-    paste_twice(machine, upgrade)
+    printed = paste_twice(machine, upgrade_later())
     assert installed_release(machine) != before
-    add_project(machine, empty_account, "new")
-    assert names(machine, empty_account) == ["meanwhile", "new"]
+    assert printed.endswith(f"Before: {installed_release(machine)}")
+    assert "back" in names(machine, empty_account)
 
 
 def test_reload_lasts_until_the_old_processes_have_ended(machine):
@@ -305,14 +319,37 @@ def test_reload_lasts_until_the_old_processes_have_ended(machine):
     assert main_pid(machine) == started
 
 
-def test_upgrade_shows_what_changes_in_installed_files(machine):
-    [difference] = re.findall("`(git .* diff .*)`", (ROOT / PAGE).read_text())
-    release(machine, "echo '# new' >> deploy/gardening.service")
+def test_changed_unit_is_installed_and_in_effect(machine):
+    started = main_pid(machine)
+    release(machine, "sed -i s/LimitNOFILE=8192/LimitNOFILE=8000/ deploy/*.service")
     paste_twice(machine, upgrade_later())
-    changed = re.findall("(?m)^[+-](?![+-]).*", machine.paste(difference))
-    assert changed == ["+# new"]
+    changed = main_pid(machine)
+    limits = machine.paste(f"cat /proc/{changed}/limits")
+    assert re.search("Max open files +8000 ", limits)
     release(machine, "git revert --no-edit --no-commit HEAD")
-    machine.paste(block("Upgrade"))
+    machine.paste(upgrade_later())
+    restarted = main_pid(machine)
+    machine.paste("/opt/gardening/deploy/install")  # nothing has changed
+    assert main_pid(machine) == restarted != changed != started
+
+
+def test_install_waits_where_the_setting_is_as_systemd_reads_it(
+    machine, saved_settings
+):
+    address = 'GARDENING_BIND=127.0.0.1:1\nGARDENING_BIND = "unix:/var/lib/gardening/socket" \r\n'
+    machine.paste("cat >> /etc/gardening.env", input=address)
+    machine.paste("systemctl restart gardening && /opt/gardening/deploy/install")
+    machine.paste("curl -fsS --unix-socket /var/lib/gardening/socket http://x/health")
+
+
+def test_install_keeps_settings_and_creates_no_database(machine, saved_settings):
+    machine.paste("sed -i s/gardening.db/gardning.db/ /etc/gardening.env")
+    machine.paste("systemctl stop gardening")
+    printed = machine.paste("/opt/gardening/deploy/install", status=1)
+    assert go_back_from(printed)
+    assert "no database at" in machine.paste("journalctl -u gardening -n 20")
+    machine.paste("grep -q gardning.db /etc/gardening.env")
+    machine.paste("ls /var/lib/gardening/gardning.db", status=2)
 
 
 # A release that raises the schema version of the database when it starts.
@@ -324,24 +361,30 @@ database.close()
 """
 
 
-def test_upgrade_that_cannot_go_back_says_how_to_restore(
+def test_older_release_after_a_newer_one_needs_the_backup(
     machine, no_backups, empty_account
 ):
     add_project(machine, empty_account, "Park")
     before = installed_release(machine)
     machine.paste("cat > /run/raising.py", input=RAISING)
     release(machine, "cat /run/raising.py >> gunicorn.conf.py")
-    upgrade = block("Upgrade").replace("HOW=reload-or-restart", "HOW=restart")
-    assert upgrade != block("Upgrade")
-    told = machine.paste(upgrade, status=1)
-    assert told.endswith(
-        "It does not start either. If its log names a newer release, restore the backup.\n"
-    )
+    back = go_back_from(machine.paste(block("Upgrade", "pull"), status=1))
+    machine.paste(back, status=1)
     assert "newer" in machine.paste("journalctl -u gardening -n 50")
     assert installed_release(machine) == before
-    machine.paste(block("Backup and restore"))
+    machine.paste(restore_later())
     assert names(machine, empty_account) == ["Park"]
     release(machine, "git revert --no-edit --no-commit HEAD")
+
+
+RESTORE = block("Backup and restore", "BACKUP=")
+UNDO = block("Backup and restore", "undone")
+OLD = "OLD=$(ls -d /var/lib/gardening-before-*Z | tail -n 1)\n"  # a new shell has none
+
+
+def restore_later():
+    """The block for a restore, which names a folder that has the second in its name."""
+    return f"sleep 1.1\n{RESTORE}"
 
 
 def test_newest_dated_backup_is_restored_which_can_be_undone(
@@ -350,138 +393,62 @@ def test_newest_dated_backup_is_restored_which_can_be_undone(
     add_project(machine, empty_account, "kept")
     machine.paste("systemctl start gardening-backup")
     machine.paste(f"cd {BACKUPS} && gardening backup manual.db")
-    newest = machine.paste(f"ls {BACKUPS}/20*").split()[-1]
     add_project(machine, empty_account, "lost")
-    printed = machine.paste(block("Backup and restore"))
-    assert f"Restoring {newest}\n" in printed
+    assert "Restored: " in machine.paste(restore_later())
     assert names(machine, empty_account) == ["kept"]
     assert machine.paste(f"stat --format='%U %a' {DATABASE}") == "gardening 600\n"
-    [before] = re.findall(r"/var/lib/gardening/before-\S+/gardening\.db", printed)
-    machine.paste(f"gardening-restore {before}")
+    old = machine.paste(f"{OLD}echo $OLD").strip()
+    paste_twice(machine, f"OLD={old}\n{UNDO}")
     assert names(machine, empty_account) == ["kept", "lost"]
-    paste_twice(machine, block("Backup and restore"))
+    paste_twice(machine, restore_later())
     assert names(machine, empty_account) == ["kept"]
 
 
 NEWEST = f"{BACKUPS}/2098-01-01T000000Z.db"
 REFUSED = {  # by what creates the backup: what is said of it
     "true": "No such file or directory",
-    f"install -m 600 /dev/null {NEWEST}": "The user gardening cannot read",
-    f"echo nonsense > {NEWEST} && chown gardening {NEWEST}": "The service goes on",
+    f"install -m 600 /dev/null {NEWEST}": "",
+    f"echo nonsense > {NEWEST} && chown gardening {NEWEST}": "file is not a database",
 }
 
 
 @pytest.mark.parametrize(
-    "creation, told", REFUSED.items(), ids=["none", "of root", "nonsense"]
+    "creation, words", REFUSED.items(), ids=["none", "of root", "nonsense"]
 )
-def test_refused_restore_changes_nothing(
-    machine, no_backups, empty_account, creation, told
-):
+def test_refused_restore_is_undone(machine, no_backups, empty_account, creation, words):
     add_project(machine, empty_account, "Park")
-    started = main_pid(machine)
     machine.paste(creation)
-    for _ in range(2):
-        assert told in machine.paste(block("Backup and restore"), status=1)
-    assert (main_pid(machine), names(machine, empty_account)) == (started, ["Park"])
-    machine.paste("ls -d /var/lib/gardening/restored", status=2)
+    printed = machine.paste(restore_later(), status=1)
+    assert "Error: " in printed and words in printed
+    assert "no database at" in machine.paste("journalctl -u gardening -n 20")
+    old = machine.paste(f"{OLD}echo $OLD").strip()
+    paste_twice(machine, f"OLD={old}\n{UNDO}")
+    assert names(machine, empty_account) == ["Park"]
 
 
-@pytest.fixture
-def backup_of_park(machine, empty_account):
-    """A backup with one Project, which has another one beside it by now."""
-    file = "/var/lib/gardening/park.db"
+@pytest.mark.parametrize("seconds", [0.1, 0.3, 0.6, 0.9, 1.2, 1.6, 2])
+def test_restore_that_is_cut_off_leaves_the_old_folder_or_a_whole_database(
+    machine, no_backups, empty_account, seconds
+):
+    """With all processes that it has started, as by a power cut."""
     add_project(machine, empty_account, "Park")
-    machine.paste(f"rm -f {file} && gardening backup {file}")
+    machine.paste("systemctl start gardening-backup")
     add_project(machine, empty_account, "Wood")
-    return file
-
-
-IS_RESTORING = "[ -e /var/lib/gardening/restored/gardening.db ]"
-IS_CHANGING = "systemctl --quiet is-active 'gardening-restore-*'"
-IN_BACKGROUND = """
-setsid gardening-restore {} >/dev/null 2>&1 &
-until {}; do kill -0 $!; done
-"""
-
-
-@pytest.mark.parametrize(
-    ("moment", "found", "told"),
-    [
-        (IS_RESTORING, ["Park", "Wood"], ""),
-        (IS_CHANGING, ["Park"], "Another gardening-restore is running.\n"),
-    ],
-    ids=["restoring", "changing"],
-)
-def test_restore_that_is_cut_off_leaves_all_or_nothing_of_it(
-    machine, empty_account, backup_of_park, moment, found, told
-):
-    """With all processes that it has started, as by a closed terminal."""
-    start = "set -e" + IN_BACKGROUND.format(backup_of_park, moment)
-    again = f"{IS_CHANGING} && gardening-restore {backup_of_park} 2>&1 || true"
-    assert told in machine.paste(f"{start} kill -KILL -- -$!; wait $! || {again}")
-    machine.paste(f"while {IS_CHANGING}; do sleep 0.1; done")
-    assert machine.paste("systemctl is-active gardening") == "active\n"
-    assert names(machine, empty_account) == found
-    machine.paste(f"gardening-restore {backup_of_park}")  # nothing is in its way
-    assert names(machine, empty_account) == ["Park"]
-
-
-def test_restore_into_what_the_service_does_not_use_is_refused(
-    machine, saved_settings, backup_of_park
-):
-    machine.paste("sed -i 's/gardening.db$/other.db/' /etc/gardening.env")
-    told = machine.paste(f"gardening-restore {backup_of_park}", status=1)
-    assert told.startswith(f"The service does not use {DATABASE}: see FLASK_DATABASE")
-
-
-def test_one_restore_runs_at_a_time(machine, empty_account, backup_of_park):
-    start = "set -e" + IN_BACKGROUND.format(backup_of_park, IS_RESTORING)
-    second = f"gardening-restore {backup_of_park} 2>&1 || wait $!"
-    printed = machine.paste(f"{start} {second}")
-    assert printed == "Another gardening-restore is running.\n"
-    assert names(machine, empty_account) == ["Park"]
-
-
-# What somebody who has broken into the service could do as its user: replace what a restore
-# makes by links to a folder of root's.
-REPLACING = {
-    "restored": """
-import os
-os.chdir("/var/lib/gardening")
-while True:
-    try:
-        os.symlink("/opt/other", "restored")
-    except FileExistsError:
-        pass
-""",
-    "before": """
-import glob, os
-os.chdir("/var/lib/gardening")
-while True:
-    for folder in glob.glob("before-*"):
-        if not os.path.islink(folder):
-            os.rename(folder, "moved")
-            os.symlink("/opt/other", folder)
-""",
-}
-
-
-@pytest.mark.parametrize("name", REPLACING)
-def test_links_lead_no_restore_to_files_of_root(machine, backup_of_park, name):
-    machine.paste("cd /var/lib/gardening && rm -rf before-* && mkdir -m 755 /opt/other")
-    machine.paste("umask 022; cat > /run/replace.py", input=REPLACING[name])
-    try:
-        machine.paste(
-            "runuser -u gardening -- python3 /run/replace.py & "
-            f"gardening-restore {backup_of_park} || true; kill $! && wait $! || true"
-        )
-        found = machine.paste("stat --format='%U %a' /opt/other && ls /opt/other")
-    finally:
-        machine.paste(
-            "cd /var/lib/gardening && rm -rf restored moved before-* /opt/other"
-        )
-    assert found == "root 755\n"
-    assert machine.paste("systemctl is-active gardening") == "active\n"
+    machine.paste("cat > /run/restore", input=RESTORE)
+    machine.paste(
+        f"rm -rf /var/lib/gardening-before-*; setsid bash /run/restore >/dev/null 2>&1 & "
+        f"sleep {seconds}; kill -KILL -- -$!; systemctl kill --signal=KILL 'run-*.service'; true"
+    )
+    started = machine.paste("systemctl start gardening && echo started || true")
+    if "started" in started:
+        found = names(machine, empty_account)
+        assert found in (["Park"], ["Park", "Wood"])
+        machine.paste(f'{OLD}[ -z "$OLD" ] || rm -r "$OLD"')
+        return
+    assert "no database at" in machine.paste("journalctl -u gardening -n 20")
+    old = machine.paste(f"{OLD}echo $OLD").strip()
+    machine.paste(f"OLD={old}\n{UNDO}")
+    assert names(machine, empty_account) == ["Park", "Wood"]
 
 
 def test_newest_14_backups_are_kept_and_all_of_them_after_a_failure(
@@ -493,7 +460,7 @@ def test_newest_14_backups_are_kept_and_all_of_them_after_a_failure(
         machine.paste("systemctl start gardening-backup", status=1)
         assert len(machine.paste(f"ls {BACKUPS}/2020*").split()) == 21
     finally:
-        machine.paste("mv /tmp/app.py /opt/gardening/ && systemctl reset-failed")
+        machine.paste("mv /tmp/app.py /opt/gardening/ ")
     before = machine.paste(NOW).strip()
     machine.paste("systemctl start gardening-backup")
     after = machine.paste(NOW).strip()
@@ -583,11 +550,11 @@ def test_origin_of_the_page_is_allowed_behind_its_prefix(machine, saved_settings
 
 
 def test_middleware_of_the_operator_wraps_the_service(machine, saved_settings):
-    [both] = blocks(PAGE, "Your own middleware", "python")
+    [both] = blocks(SERVERS, "Your own middleware", "python")
     machine.paste("install -d -m 755 /etc/gardening")
     for path, content in re.findall("(?m)^# (/etc/\\S+)\n((?:(?!# ).*\n)+)", both):
         machine.paste(f"umask 022; cat > {path}", input=content)
-    add_setting(machine, "GUNICORN_CMD_ARGS=--config")
+    add_setting(machine, "GUNICORN_CMD_ARGS=--config", SERVERS)
     assert curl(machine, "/health") == (200, {"status": "ok"})
     logged = "journalctl -u gardening | grep -F \"PATH: '/health'\" || true"
     wait_for(lambda: machine.paste(logged))
@@ -597,7 +564,7 @@ def test_middleware_of_the_operator_wraps_the_service(machine, saved_settings):
 
 def test_service_runs_without_systemd(machine, empty_account):
     add_project(machine, empty_account, "Park")
-    script = block("Without systemd")
+    script = block("Without systemd", page=SERVERS)
     machine.paste("cat > /run/start", input=script)
     start = "systemd-run --quiet --unit=supervised sh /run/start"  # some supervisor
     health = "curl -fs --retry 5 --retry-connrefused http://127.0.0.1:8000/health"
@@ -608,8 +575,8 @@ def test_service_runs_without_systemd(machine, empty_account):
         started = machine.paste(f"cat /proc/{main_pid(machine, 'supervised')}/comm")
         assert started == "gunicorn\n"
         assert names(machine, empty_account) == ["Park"]
+        assert "`.venv/bin/flask init-db`" in (ROOT / SERVERS).read_text()
         command = ".venv/bin/flask token create ann"
-        assert f"`{command}`" in (ROOT / PAGE).read_text()
         changes = {"exec ": "", ".venv/bin/gunicorn": command}
         token = machine.paste(replaced(script, changes))
         assert names(machine, token.splitlines()[0]) == ["Park"]
@@ -678,7 +645,7 @@ def test_litestream_copies_what_a_backup_has_restored(
     add_project(machine, empty_account, "kept")
     machine.paste("systemctl start gardening-backup")
     add_project(machine, empty_account, "lost")
-    machine.paste(block("Backup and restore"))
+    machine.paste(restore_later())
     assert machine.paste("systemctl is-active gardening-litestream") == "active\n"
     add_project(machine, empty_account, "since")
     # And Litestream with it, which copies what is left.
@@ -692,7 +659,8 @@ def test_litestream_copies_what_a_backup_has_restored(
     # Another machine takes over, of which Litestream has copied nothing.
     add_project(machine, empty_account, "last")
     machine.paste("systemctl stop gardening; systemctl disable gardening-litestream")
-    machine.paste("rm -rf /var/lib/gardening && systemctl start gardening")
+    machine.paste("rm -rf /var/lib/gardening/.[!.]* /var/lib/gardening/*")
+    machine.paste("gardening init-db && systemctl start gardening")
     *install, start = block("Install", page=LITESTREAM).splitlines()
     for script in ("\n".join(install), restore, start):
         machine.paste(script)
