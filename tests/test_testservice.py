@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from helpers.running import (
     ROOT,
     at_once,
     hold_port,
+    port_of,
     run,
     wait_for,
     workers,
@@ -199,6 +201,39 @@ def test_chunked_body_is_in_the_journal_and_reaches_the_service(gardening):
     request = gardening.requests[0]
     assert request["body"].encode() == b"".join(chunks)
     assert request["headers"]["Transfer-Encoding"] == "chunked"
+
+
+BROKEN = [b"x\r\n", b"5\r\n{\r\n", b"5\r\n{"]  # malformed, too long, cut short
+
+
+@pytest.mark.parametrize("body", BROKEN)
+def test_broken_body_is_a_request_like_any_other(gardening, body):
+    headers = f"Authorization: Bearer {gardening.token}\r\nContent-Type: {JSON}"
+    head = f"POST {PROJECTS} HTTP/1.1\r\nHost: x\r\n{headers}"
+    responses = []
+    gardening.plan(["none", "502"])
+    for _ in range(2):
+        with connect(gardening.url) as client:
+            client.connect()
+            client.sock.sendall(
+                f"{head}\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+            )
+            client.sock.sendall(body)
+            client.sock.shutdown(socket.SHUT_WR)
+            received = client.sock.makefile("rb").read()
+        head_of_response, content = received.split(b"\r\n\r\n")
+        responses.append((head_of_response[9:12], json.loads(content)["status"]))
+    assert responses == [(b"400", 400), (b"502", 502)]
+    assert [each["method"] for each in gardening.requests] == ["POST", "POST"]
+
+
+def test_journal_has_of_a_long_body_what_the_service_reads(gardening):
+    with connect(gardening.url, gardening.token) as client:
+        assert (
+            client.fetch("POST", PROJECTS, bytes(200_000), **{"Content-Type": JSON})[0]
+            == 413
+        )
+    assert len(gardening.requests[0]["body"]) == 65_537
 
 
 def test_journal_keeps_the_last_thousand_requests(gardening):

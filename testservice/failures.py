@@ -23,7 +23,7 @@ from app import create_app
 from auth import BadName, account_name, bearer_token, issue_token
 from engines.base import OutcomeUnknown, Unavailable
 from problems import RETRY_AFTER, problem
-from reading import read_json
+from reading import MAX_CONTENT_LENGTH, read_json
 from schemas import NOT_AN_OBJECT
 from store import Caller, Store
 
@@ -130,8 +130,8 @@ class FailingService:
             raise ConnectionResetError(errno.ECONNRESET, PLANNED)  # gunicorn closes it
         if failure.status:
             headers = {"Retry-After": str(failure.retry_after)}
-            answer = problem(failure.status, failure.detail, headers=headers)
-            return answer(environ, start_response)
+            response = problem(failure.status, failure.detail, headers=headers)
+            return response(environ, start_response)
         return self._app({**environ, FAILURE: failure}, start_response)
 
     def token_for(self, body: Any) -> dict[str, Any]:
@@ -172,8 +172,12 @@ class FailingService:
 
 def read_request(environ: WSGIEnvironment) -> dict[str, Any]:
     """The request as the journal has it. The application can still read its body."""
-    body = environ["wsgi.input"].read()
-    environ["wsgi.input"] = BytesIO(body)
+    body, copy = b"", BytesIO()
+    copy.close()  # so that a body which cannot be read is an error for the application, too
+    with suppress(Exception):  # it is malformed, or was cut short
+        body = environ["wsgi.input"].read(MAX_CONTENT_LENGTH)
+        copy = BytesIO(body)
+    environ["wsgi.input"] = copy
     headers = EnvironHeaders(environ)
     return {
         "method": environ["REQUEST_METHOD"],
