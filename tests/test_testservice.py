@@ -95,7 +95,7 @@ def test_command_prints_an_address_and_a_token_that_work(service):
     assert workers(service.pid) == []  # the data would end with any of them
 
 
-def test_issued_token_is_told_with_its_account_and_plan(gardening_service):
+def test_issued_token_comes_with_its_account_and_plan(gardening_service):
     given = {"account": "Zoe\u0308", "fail": ["lost", "429"]}
     status, issued = call_test_tokens(gardening_service.url, "POST", body=given)
     token = issued.pop("token")
@@ -278,6 +278,15 @@ def test_end_of_input_ends_the_service(service):
     assert refuses(url)
 
 
+@pytest.mark.parametrize("left", ["", "y\n"])
+def test_input_that_is_closed_from_the_start_is_an_error(left):
+    """As under `make -j2` and `npm run`, where silence would be a green build."""
+    ended = run(*COMMAND, status=1, input=left)
+    assert ended.stdout == ""
+    assert "add < /dev/null" in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_signal_ends_the_service_at_once(service, name):
     """Also while a connection is open and a response is on its way."""
@@ -373,9 +382,9 @@ def test_bind_chooses_the_address_which_must_be_free(start):
             assert printed_by(service)["url"] == f"http://{address}"
         holder.listen()
         command = [*COMMAND, "--bind", address]
-        told = run(*command, status=2, stdin=subprocess.DEVNULL).stderr
-    assert told.count("\n") == 1
-    assert address in told and "in use" in told
+        message = run(*command, status=2, stdin=subprocess.DEVNULL).stderr
+    assert message.count("\n") == 1
+    assert address in message and "in use" in message
 
 
 def assert_printed(start, host, printed):
@@ -397,6 +406,17 @@ def test_reader_that_goes_away_ends_the_service_without_a_word(start):
         assert service.wait(LIMIT) == 0
 
 
+def test_client_that_does_not_close_its_connection_delays_nobody(gardening):
+    request = "GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", port_of(gardening.url))) as idle:
+        idle.sendall(request.encode())
+        while idle.recv(4096):
+            pass
+        started = time.monotonic()
+        assert call_projects(gardening.url, gardening.token) == (200, [])
+        assert time.monotonic() - started < 1
+
+
 def test_response_does_not_wait_for_an_acknowledgement(gardening):
     """Without TCP_NODELAY, each takes 40 ms or more."""
     seconds = []
@@ -408,7 +428,22 @@ def test_response_does_not_wait_for_an_acknowledgement(gardening):
     assert median(seconds) < 0.03
 
 
-def test_missing_packages_are_told_with_what_to_do():
+OLD_SQLITE = """
+import runpy, sqlite3
+sqlite3.sqlite_version, sqlite3.sqlite_version_info = "3.34.1", (3, 34, 1)
+runpy.run_module("testservice", run_name="__main__")
+"""
+
+
+def test_old_sqlite_is_refused_in_one_line():
+    command = [sys.executable, "-c", OLD_SQLITE]
+    ended = run(*command, status=1, stdin=subprocess.DEVNULL)
+    assert ended.stdout == ""
+    assert "3.34.1" in ended.stderr and "3.37" in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+def test_missing_packages_are_named_with_what_to_do():
     """After `pip install --no-deps`, as in a Python without any package."""
     command = [sys.executable, "-S", *COMMAND[1:]]
     ended = run(*command, status=1, stdin=subprocess.DEVNULL)

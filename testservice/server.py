@@ -11,6 +11,8 @@ import select
 import signal
 import socket
 import stat
+import sys
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
@@ -19,11 +21,15 @@ from typing import Any
 from gunicorn.config import Config
 from gunicorn.workers.gthread import ThreadWorker
 
+from commands import WrongSetting
 from testservice.failures import FailingService
 
 SETTINGS = Path(__file__).parent.parent / "gunicorn.conf.py"
 # What a worker asks for, but does not use without a main process.
 FROM_MAIN_PROCESS: dict[str, Any] = {"age": 0, "ppid": 0, "timeout": 0, "app": None}
+INPUT_IS_CLOSED = (
+    "the input is closed: add < /dev/null, and end the service by a signal"
+)
 
 
 class Server(ThreadWorker):
@@ -45,7 +51,10 @@ class Server(ThreadWorker):
         self._url = url_of(listener)
 
     def load_wsgi(self) -> None:
-        self.wsgi = FailingService()
+        try:
+            self.wsgi = FailingService()
+        except WrongSetting as error:  # SQLite is too old
+            sys.exit(str(error))
 
     def is_parent_alive(self) -> bool:
         """Whoever started the service may end first, as a shell that ran it with nohup does."""
@@ -57,14 +66,25 @@ class Server(ThreadWorker):
         # By default, it stops a job in the background that reads its terminal.
         signal.signal(signal.SIGTTIN, signal.SIG_IGN)
 
+    def finish_request(self, conn: Any, fs: Future[Any]) -> None:
+        """Close in a thread: gunicorn's loop would wait 2 s for the client to close, too."""
+        if fs.result():  # the connection stays open
+            super().finish_request(conn, fs)
+        else:
+            self.tpool.submit(super().finish_request, conn, fs)
+
     def run(self) -> None:
         """Say that the service responds, and serve until the signal or the end of the input."""
+        hangup = select.poll()
+        hangup.register(0, 0)  # a hangup is reported in any case
+        if hangup.poll(0) == [(0, select.POLLHUP)]:
+            sys.exit(INPUT_IS_CLOSED)
         token = self.wsgi.token_for({})["token"]
         try:
             print(json.dumps({"url": self._url, "token": token}), flush=True)
         except BrokenPipeError:  # nobody is left who would call it
             end()
-        Thread(target=end_with_input, daemon=True).start()
+        Thread(target=end_with_input, args=[hangup], daemon=True).start()
         super().run()
 
 
@@ -80,7 +100,7 @@ def end(*_: object) -> None:
     os._exit(0)
 
 
-def end_with_input() -> None:
+def end_with_input(hangup: select.poll) -> None:
     """Wait until the input closes, and end. A file and /dev/null do not close."""
     input, null = os.fstat(0), os.stat(os.devnull)
     if stat.S_ISREG(input.st_mode) or input.st_rdev == null.st_rdev:
@@ -91,7 +111,5 @@ def end_with_input() -> None:
         end()
     # It cannot be read now: it is non-blocking, or a terminal that has just closed or that another
     # job reads.
-    hangup = select.poll()
-    hangup.register(0, 0)  # a hangup is reported in any case
     hangup.poll()
     end()
