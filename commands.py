@@ -1,5 +1,6 @@
 """The commands of `flask`, and what `flask run` says at its start."""
 
+import shlex
 import sys
 from contextlib import closing
 from datetime import UTC, datetime
@@ -7,7 +8,7 @@ from typing import Any
 
 import click
 from flask import Flask
-from flask.cli import AppGroup, FlaskGroup, with_appcontext
+from flask.cli import AppGroup, FlaskGroup, run_command, with_appcontext
 from werkzeug.serving import is_running_from_reloader
 
 from auth import BadName, account_name, current_store, issue_token
@@ -195,7 +196,7 @@ def add_to(app: Flask) -> None:
     for command in (*groups, *databases):
         app.cli.add_command(command)
     context = click.get_current_context(silent=True)
-    if context and context.info_name == "run" and not is_running_from_reloader():
+    if context and context.command is run_command and not is_running_from_reloader():
         welcome(app, **context.params)
 
 
@@ -208,8 +209,14 @@ def welcome(app: Flask, host: str, port: int, cert: object, **_: object) -> None
     except Unavailable as error:
         raise click.ClickException(str(error)) from error
     if not has_tokens:
-        click.echo("No access token yet. In another terminal, in this folder, run:")
-        click.echo(f"    {sys.executable} -m flask token create ACCOUNT")
+        setting, place = "", "in this folder"
+        if store.engine.folder is None:  # a URL, which may have a password
+            place += " and with the same FLASK_DATABASE"
+        elif not store.engine.is_default:
+            setting = f"FLASK_DATABASE={shlex.quote(store.engine.name)} "
+        click.echo(f"No access token yet. In another terminal, {place}, run:")
+        python = shlex.quote(sys.executable)
+        click.echo(f"    {setting}{python} -m flask token create ACCOUNT")
     page = app.extensions.get("docs")
     if page and port:  # with 0, only Flask's own line will name the port
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -8,7 +8,9 @@ from contextlib import closing
 from datetime import date
 from unicodedata import normalize
 
+import click
 import pytest
+from click.testing import CliRunner
 
 from app import create_app
 from commands import TokenID
@@ -229,3 +231,13 @@ def test_all_tokens_of_an_account_are_revoked(command, store):
     refused = command("token", "revoke", "bob")
     assert refused.stderr.endswith(f"'bob' is not a valid {TokenID.name}.\n")
     assert len(store.list_tokens()) == 1
+
+
+def test_another_programs_command_may_be_called_run(tmp_path):
+    @click.command("run")
+    @click.option("--host")
+    def other(host):
+        create_app({"DATABASE": str(tmp_path / "new.db")})
+
+    assert CliRunner().invoke(other).output == ""
+    assert list(tmp_path.iterdir()) == []

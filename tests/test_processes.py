@@ -15,6 +15,7 @@ from helpers.running import (
     BIN,
     LIMIT,
     PROJECTS,
+    ROOT,
     TWO_WORKERS,
     Client,
     environment_of,
@@ -22,6 +23,7 @@ from helpers.running import (
     gunicorn,
     replaced,
     run,
+    store_on,
     wait_for,
     workers,
 )
@@ -64,11 +66,25 @@ def test_newcomer_is_told_the_next_step(tmp_path):
         assert printed[1].startswith("No access token yet.")
         command = printed[2].split()
     assert command[1:] == ["-m", "flask", "token", "create", "ACCOUNT"]
-    assert (tmp_path / "instance/gardening.db").exists()
 
     run(*command, folder=tmp_path)
     with flask_run(None, folder=tmp_path) as (_, printed):
         assert not any("No access token" in line for line in printed)
+
+
+def test_newcomers_command_leads_a_shell_to_the_same_database(tmp_path):
+    folder = tmp_path / "My Gärten #1"
+    folder.symlink_to(BIN.parent)
+    flask = folder / "bin/python", "-m", "flask"
+    database = os.path.relpath(tmp_path / "My database.db", ROOT)
+    with flask_run(environment_of(database), flask=flask) as (_, printed):
+        created, introduction, command, *_ = printed
+        assert created == f"A new database: {tmp_path}/My database.db\n"
+        assert introduction.endswith(" In another terminal, in this folder, run:\n")
+        assert f" '{folder}/bin/python' -m flask token create" in command
+        run("sh", "-c", command, environment=os.environ)
+    with closing(store_on(str(tmp_path / "My database.db"))) as store:
+        assert [token.account for token in store.list_tokens()] == ["ACCOUNT"]
 
 
 def test_gunicorn_creates_no_database_that_a_setting_names(tmp_path):

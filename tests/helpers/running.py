@@ -95,10 +95,10 @@ def environment_of(database):
 
 
 @contextmanager
-def flask_run(environment, *options, folder=ROOT):
+def flask_run(environment, *options, folder=ROOT, flask=(BIN / "flask",)):
     """`flask run` on a free port: its address, and the lines that it prints."""
     with subprocess.Popen(
-        [BIN / "flask", "run", "--port=0", *options],
+        [*flask, "run", "--port=0", *options],
         cwd=folder,
         env=environment,
         stdout=subprocess.PIPE,
