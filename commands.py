@@ -1,10 +1,13 @@
 """The commands of `flask`, and what `flask run` says at its start."""
 
+import errno
+import os
 import shlex
 import sys
 from contextlib import closing
 from datetime import UTC, datetime
-from typing import Any
+from io import TextIOWrapper
+from typing import Any, TextIO
 
 import click
 from flask import Flask
@@ -27,6 +30,9 @@ class Command(click.Command):
     """Says in one line, without a traceback, what went wrong as it ran."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        if isinstance(sys.stdout, TextIOWrapper):  # None if it was closed
+            # In a Latin-1 locale, an account's name may need more.
+            sys.stdout.reconfigure(errors="backslashreplace")
         try:
             return super().invoke(ctx)
         except OutcomeUnknown as error:
@@ -34,6 +40,12 @@ class Command(click.Command):
             raise click.ClickException(f"{error}; {hint}") from error
         except (BadName, BadBackup, Unavailable) as error:
             raise click.ClickException(str(error)) from error
+        except OSError as error:  # the store raises Unavailable
+            if error.errno == errno.EPIPE:
+                raise  # of a reader such as `head`; click exits in silence
+            discard(sys.stdout)
+            reason = f"cannot write to standard output: {error.strerror}"
+            raise click.ClickException(reason) from error
 
 
 class Group(Command, AppGroup):
@@ -49,14 +61,17 @@ token_commands = Group("token", help="Issue, list and revoke access tokens.")
 @click.option("--days", type=click.IntRange(1, MAX_DAYS), help="Default: no expiry.")
 def create_token(account: str, days: int | None) -> None:
     """Print a new token for ACCOUNT; it cannot be shown again."""
+    if sys.stdout is None:
+        raise click.ClickException("standard output is closed")
     store, account = current_store(), account_name(account)
     report_new(store, store.open_database())
     is_new = store.find_account(account) is None
     token, id = issue_token(store, account, days)
-    click.echo(token)
-    click.echo(f"The token's ID is {id}.", err=True)
+    # First, so that a token that cannot be printed can be revoked.
+    report(f"The token's ID is {id}.")
     if is_new:
-        click.echo(f"{account} is a new account.", err=True)
+        report(f"{account} is a new account.")
+    click.echo(token)
 
 
 @token_commands.command("list")
@@ -123,6 +138,8 @@ def delete_account(account: str, yes: bool) -> None:
         raise click.ClickException(f"There is no account {name}.")
     if not yes:
         _, projects, tokens, _ = found
+        if sys.stdin is None:  # it was closed
+            raise click.Abort
         numbers = f"Projects ({projects}) and tokens ({tokens})"
         click.confirm(f"Delete the account {name} with its {numbers}?", abort=True)
     store.delete_account(name)
@@ -147,7 +164,20 @@ def open_database() -> None:
 def report_new(store: Store, is_new: bool) -> None:
     """Say that the database is new: it may be a lost one's place, or a mistyped path."""
     if is_new:
-        click.echo(f"A new database: {store.engine.name}", err=True)
+        report(f"A new database: {store.engine.name}")
+
+
+def report(line: str) -> None:
+    """Print a line to standard error. If nobody can read it, the command goes on."""
+    try:
+        click.echo(line, err=True)
+    except OSError:
+        discard(sys.stderr)
+
+
+def discard(stream: TextIO) -> None:
+    """Drop what its device refused, which Python would write again as it exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @click.command("backup", cls=Command)
@@ -182,7 +212,7 @@ def progress_bar(rows: Stream, count: int) -> Stream:
             count,
             "Projects",
             show_pos=True,
-            hidden=not sys.stderr.isatty(),
+            hidden=not (sys.stderr and sys.stderr.isatty()),  # None if it was closed
             file=sys.stderr,
             update_min_steps=max(1, count // 1000),
         ) as bar,

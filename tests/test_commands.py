@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import sys
 from contextlib import closing
 from datetime import date
@@ -14,7 +15,7 @@ from click.testing import CliRunner
 
 from app import create_app
 from commands import TokenID
-from helpers.running import run
+from helpers.running import BIN, run
 
 
 def test_list_shows_ids_and_times_but_no_token(command):
@@ -115,13 +116,13 @@ def test_times_are_shown_in_utc():
 
 
 def test_id_and_new_account_are_named_on_standard_error(command, store):
-    for account, told in [
+    for account, message in [
         ("ann", "The token's ID is 1.\nann is a new account.\n"),
         ("ann", "The token's ID is 2.\n"),
         ("An", "The token's ID is 3.\nAn is a new account.\n"),
     ]:
         result = command("token", "create", account)
-        assert result.stdout.startswith("gardening_") and result.stderr == told
+        assert result.stdout.startswith("gardening_") and result.stderr == message
     store.create_project("bob", {})
     assert "new" not in command("token", "create", "bob").stderr
 
@@ -141,8 +142,8 @@ def test_account_name_is_normalized(command, store, name):
 
 def test_accounts_that_only_look_alike_are_two(command, store):
     for name in ("Area 2", "Area ²", "ﬁr", "fir"):
-        told = command("token", "create", name).stderr
-        assert told.endswith(f"\n{name} is a new account.\n")
+        message = command("token", "create", name).stderr
+        assert message.endswith(f"\n{name} is a new account.\n")
     assert len(store.list_accounts()) == 4
 
 
@@ -214,7 +215,7 @@ def test_unknown_account_is_refused_before_any_question(command):
 
 
 def test_defect_keeps_its_traceback(command, plain_sql):
-    """It is no mistake of the user's."""
+    """Unlike a user's mistake."""
     assert command("token", "list").exit_code == 0
     plain_sql.execute("ALTER TABLE token RENAME COLUMN expires_at TO ends_at")
     result = command("token", "list")
@@ -231,6 +232,52 @@ def test_all_tokens_of_an_account_are_revoked(command, store):
     refused = command("token", "revoke", "bob")
     assert refused.stderr.endswith(f"'bob' is not a valid {TokenID.name}.\n")
     assert len(store.list_tokens()) == 1
+
+
+@pytest.fixture
+def shell(environment):
+    """Runs `flask` in a shell, with these arguments and redirections."""
+
+    def shell(words, status=0, **variables):
+        script = f"{shlex.quote(str(BIN / 'flask'))} {words}"
+        return run(
+            *("sh", "-c", script), status=status, environment=environment | variables
+        )
+
+    return shell
+
+
+FULL = "cannot write to standard output: No space left on device"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no such device")
+def test_full_device_is_one_line_and_hides_no_id(shell, store):
+    refused = shell("token create ann >/dev/full", status=1)
+    created = "The token's ID is 1.\nann is a new account.\n"
+    assert refused.stderr == f"{created}Error: {FULL}\n"
+    assert shell("token list >/dev/full", status=1).stderr == f"Error: {FULL}\n"
+    assert shell("token create ann 2>/dev/full").stdout.startswith("gardening_")
+    assert len(store.list_tokens()) == 2
+
+
+def test_closed_stream_leaves_nothing_half_done(
+    shell, store, tmp_path, another_database
+):
+    refused = shell("token create ann >&-", status=1)
+    assert refused.stderr == "Error: standard output is closed\n"
+    assert store.list_tokens() == []
+    assert shell("token create ann 2>&-").stdout.startswith("gardening_")
+    assert shell("account delete ann <&-", status=1).stderr == "Aborted!\n"
+    file = shlex.quote(str(tmp_path / "backup.db"))
+    shell(f"backup {file} >&- 2>&-")
+    restored = shell(f"restore {file} 2>&-", FLASK_DATABASE=another_database)
+    assert restored.stdout == "Restored: accounts 1, Projects 0, tokens 1.\n"
+
+
+def test_what_a_locale_cannot_show_is_escaped(shell, store):
+    store.create_project("Zo\xeb \U0001f33b", {})
+    listed = shell("account list | iconv -f latin1 -t utf8", PYTHONIOENCODING="latin-1")
+    assert listed.stdout.endswith("  Zo\xeb \\U0001f33b\n")
 
 
 def test_another_programs_command_may_be_called_run(tmp_path):
