@@ -143,7 +143,8 @@ def test_old_database_moves_back_after_a_copy_was_refused(environment, database)
     token = token_on(database)
     restoring = ["sh", "-ec", in_volume(volume, restore)]
     run(*restoring, environment=environment, input="no database", status=1)
-    assert not Path(database).exists()
+    started = run(BIN / "gunicorn", environment=environment, status=1)
+    assert "no database at" in started.stderr
     [before] = volume.glob("before-*")
     script = in_volume(volume, back).replace("before-DATE", before.name)
     run("sh", "-c", script, environment=environment)

@@ -45,6 +45,7 @@ def service(tmp_path_factory):
     folder = tmp_path_factory.mktemp("service")
     database, file = str(folder / "gardening.db"), folder / "log"
     environment = environment_of(database) | {"GARDENING_PREFIX": "/garden"}
+    token_on(database)  # which creates it
     with file.open("wb") as log, gunicorn(environment, stdout=log) as (_, port):
         yield SimpleNamespace(port=port, database=database, log=file)
 
