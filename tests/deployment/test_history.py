@@ -6,7 +6,7 @@ import signal
 import sqlite3
 import time
 from collections import Counter
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 
 import pytest
 
@@ -98,12 +98,18 @@ def test_history_that_could_not_have_been_is_noticed(history):
         check(BEFORE + calls)
 
 
+@pytest.mark.parametrize("moved, is_right", [(3.9, False), (4, True), (5.2, False)])
+def test_stale_read_passes_only_at_the_end_of_a_move(moved, is_right):
+    *calls, found = BAD["stale read"]  # from 4 to 5
+    with nullcontext() if is_right else pytest.raises(AssertionError, match=found):
+        check(BEFORE + calls, [moved])
+
+
 class Services:
     """Two gunicorns on one database, and what can happen to them."""
 
     def __init__(self, database):
         self.environment, self.running = environment_of(database), ExitStack()
-        self.token = token_on(database)
         self.ports = []
 
     def __enter__(self):
@@ -160,17 +166,16 @@ class Services:
 
 
 def test_history_on_sqlite(database):
-    """It begins with two services that create the file."""
-
     def lock():
         """As another program may do, for longer than a request waits."""
         with closing(sqlite3.connect(database, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
             time.sleep(1.2)
 
+    token = token_on(database)
     with Services(database) as two:
         faults = two.kill_a_worker, two.stop_a_worker, two.reload, two.start_again
-        check(two.history(two.token, *faults, lock))
+        check(two.history(token, *faults, lock))
     with closing(sqlite3.connect(database)) as connection:
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
         assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
@@ -210,8 +215,9 @@ def test_history_on_postgresql(postgresql_to_break):
         server = [postgresql_to_break]
         hosts = f"127.0.0.1:{standby.port},127.0.0.1:{postgresql_to_break.port}"
         database = f"postgresql://postgres@{hosts}/postgres"
+        token = token_on(database)
         with Services(database) as two:
             faults = two.kill_a_worker, two.reload, terminate, crash, fail_over
-            calls = two.history(two.token, *faults)
+            calls = two.history(token, *faults)
         check(calls)
         assert max(call.end - call.start for call in calls if call.status) < ANSWER
