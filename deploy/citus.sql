@@ -1,6 +1,6 @@
 -- Spreads the tables over the nodes of a Citus cluster, by account: see docs/cluster.md.
 -- For psql, at the coordinator, as the role that owns the tables. Run it again after you add a node
--- or restore a backup: then only its last two statements have an effect.
+-- or restore a backup: then only its last statement has an effect.
 \set ON_ERROR_STOP on
 \set QUIET on
 SET client_min_messages = warning;
@@ -26,11 +26,27 @@ ALTER TABLE part ADD FOREIGN KEY (account, project)
     REFERENCES project (account, id) ON DELETE CASCADE;
 COMMIT;
 \endif
--- The service may ask any node for the schema version, which is a comment. Citus copies none.
-SELECT run_command_on_workers(format('COMMENT ON TABLE project IS %L',
-    obj_description('project'::regclass, 'pg_class')))::text AS "Schema version";
--- Each node gives tokens IDs of a range of its own, and goes on after the last one that is there.
-SELECT run_command_on_all_nodes($$
-    SELECT setval('token_id_seq', coalesce(max(id), seqmin), max(id) IS NOT NULL)
-    FROM pg_sequence LEFT JOIN token ON id >= seqmin AND id < seqmin + (1::bigint << 48)
-    WHERE seqrelid = 'token_id_seq'::regclass GROUP BY seqmin$$)::text AS "Token IDs";
+-- Any node must know the schema version, which is a comment that Citus copies to none of them. Each
+-- node has a range of its own for the IDs of tokens, and goes on after the highest one that it has
+-- issued, or that a restore has brought.
+DO $$
+DECLARE
+    command text;
+    failed text;
+BEGIN
+    FOREACH command IN ARRAY ARRAY[
+        format('COMMENT ON TABLE project IS %L', obj_description('project'::regclass, 'pg_class')),
+        format($command$
+            SELECT setval('token_id_seq', max(id)) FROM pg_sequence,
+                unnest(%L::bigint[] || pg_sequence_last_value('token_id_seq')) AS id
+            WHERE seqrelid = 'token_id_seq'::regclass AND id >> 48 = seqmin >> 48
+            $command$, ARRAY(SELECT max(id) FROM token GROUP BY id >> 48))
+    ] LOOP
+        SELECT string_agg(format('%s:%s: %s', nodename, nodeport, result), E'\n') INTO failed
+        FROM run_command_on_all_nodes(command) JOIN pg_dist_node USING (nodeid)
+        WHERE NOT success;
+        IF failed IS NOT NULL THEN
+            RAISE E'Run this again when all nodes are up. It failed at\n%', failed;
+        END IF;
+    END LOOP;
+END $$;

@@ -17,6 +17,7 @@ from deployment.servers.history import check, record
 from deployment.servers.pgserver import BACKENDS, CITUS, execute, start_cluster
 from engines.backup import backup, restore
 from engines.base import Unavailable
+from engines.migrations import SCHEMA_VERSION
 from helpers.old_schemas import create_old_schema
 from helpers.openapi import CheckedClient
 from helpers.running import (
@@ -84,7 +85,7 @@ def client_at():
 
 
 def call_all(client):
-    """What each call of the API answers, without what differs from call to call."""
+    """The response of each call of the API."""
     keyed = {"Idempotency-Key": secrets.token_hex()}
     created = client.post(PROJECTS, json={"name": "Park", "location": POINT})
     yield created
@@ -111,9 +112,13 @@ def call_all(client):
     yield client.post(PROJECTS, json={}, headers=keyed)
 
 
-def answers(client):
+def responses(client):
+    """Status and text of each, without what differs from call to call."""
     varying = r"[0-9a-f]{24}|\b1\d{12}\b|after=\d+"
-    return [(a.status_code, re.sub(varying, "…", a.text)) for a in call_all(client)]
+    return [
+        (response.status_code, re.sub(varying, "…", response.text))
+        for response in call_all(client)
+    ]
 
 
 def counted(url):
@@ -127,16 +132,16 @@ def counted(url):
     return row
 
 
-def test_calls_are_answered_alike_at_every_node_and_go_to_one(
+def test_responses_are_alike_at_every_node_and_calls_go_to_one(
     nodes, database, client_at
 ):
     """Often enough for psycopg, and then PostgreSQL, to prepare each statement."""
-    expected = answers(client_at(database))
+    expected = responses(client_at(database))
     for url in nodes:
         client, other = client_at(url), client_at(url, "bob")
         before, _ = counted(url)
         for _ in range(12):
-            assert answers(client) == expected
+            assert responses(client) == expected
         several, called = counted(url)
         assert several == before
         for _ in range(50):
@@ -168,13 +173,14 @@ def test_node_that_is_down_takes_only_its_accounts_along(cluster, nodes, client_
         for _ in range(3):
             for method in ("GET", "POST"):
                 with lasts(0, ANSWER):
-                    answer = clients[0].open(PROJECTS, method=method, json={})
-                assert answer.status_code == 503
-                assert answer.json["type"] == "about:blank"  # nothing was changed
+                    response = clients[0].open(PROJECTS, method=method, json={})
+                assert response.status_code == 503
+                assert response.json["type"] == "about:blank"  # nothing was changed
             assert clients[1].get(PROJECTS).json[0] == before[1]
             assert clients[1].post(PROJECTS, json={}).status_code == 201
         with closing(store_on(nodes[0])) as store, fails(Unavailable):
             store.add_token("ann", b"new")
+        assert "Run this again when all nodes are up" in spread(nodes[0], status=3)
     finally:
         lost.invoke("pg_ctl", "start")
     with closing(store_on(nodes[0])) as store:
@@ -198,7 +204,7 @@ def test_history_while_a_node_crashes_and_accounts_move(cluster, nodes, services
     accounts = [f"history {number}" for number in range(4)]
     tokens = [token_on(nodes[0], account) for account in accounts]
     _, stays, crashes = (node.port for node in cluster.nodes)
-    happened = Counter()
+    happened, moves = Counter(), []
 
     def crash():
         cluster.nodes[2].kill()
@@ -210,12 +216,13 @@ def test_history_while_a_node_crashes_and_accounts_move(cluster, nodes, services
         account = random.choice(accounts)
         from_port = port_of(nodes[0], account)
         to_port = stays if from_port == crashes else crashes
-        execute(
-            nodes[0],
-            f"""SELECT citus_move_shard_placement(
-                get_shard_id_for_distribution_column('account', '{account}'),
-                '127.0.0.1', {from_port}, '127.0.0.1', {to_port})""",
-        )
+        statement = f"""SELECT citus_move_shard_placement(
+            get_shard_id_for_distribution_column('account', '{account}'),
+            '127.0.0.1', {from_port}, '127.0.0.1', {to_port})"""
+        try:
+            execute(nodes[0], statement)
+        finally:
+            moves.append(time.monotonic())
 
     def end_sessions():
         execute(nodes[2], f"SELECT pg_terminate_backend(pid) {BACKENDS}")
@@ -228,7 +235,7 @@ def test_history_while_a_node_crashes_and_accounts_move(cluster, nodes, services
             time.sleep(0.5)
 
     calls = record(services, tokens, fault, seconds=15)
-    check(calls)
+    check(calls, moves)
     figures = Counter((call.method, call.status) for call in calls)
     assert len(calls) > 200 and figures["PUT", 200] > 50 and figures["GET", 503]
     assert happened["move"] and happened["crash"] and happened["end_sessions"]
@@ -247,7 +254,7 @@ def test_filled_database_is_spread_and_moves_to_either_engine(cluster, tmp_path)
     urls = cluster.create_database("older")
     with psycopg.connect(urls[0], autocommit=True) as plain_sql:
         create_old_schema(plain_sql)
-    file, told = str(tmp_path / "backup.db"), []
+    file, found = str(tmp_path / "backup.db"), []
     with closing(store_on(urls[0])) as store:
         store.create_database()
         spread(urls[0])
@@ -266,15 +273,32 @@ def test_filled_database_is_spread_and_moves_to_either_engine(cluster, tmp_path)
                 store.list_projects(each).document for each in ("ann", "bob é")
             ]
             lists = [json.loads(document) for document in documents]
-            told.append((lists, store.list_accounts(), store.list_tokens()))
+            found.append((lists, store.list_accounts(), store.list_tokens()))
             made = store.create_project("ann", {})
             assert store.list_projects("ann", Page(0, 1, 5)).document.count(b"id") == 1
             store.delete_project("ann", made.id)
-    assert told[0][1][0][:3] == ("ann", 2, 1)
-    assert told[1:] == told[:1] * 3
-    spread(new[0])
-    ids = [token.id for token in told[0][2]]
-    assert not set(ids) & set(issue_everywhere(new))
+    assert found[0][1][0][:3] == ("ann", 2, 1)
+    assert found[1:] == found[:1] * 3
+    ids = [token.id for token in found[0][2]]
+    for _ in range(2):
+        spread(new[0])
+        issued = issue_everywhere(new)
+        assert not set(ids) & set(issued)
+        ids += issued
+        # The highest of each node, which no other token must get.
+        with closing(store_on(new[0])) as store:
+            assert all(store.revoke_token(id) for id in issued)
+
+
+def test_node_that_is_added_issues_tokens_before_accounts_move_to_it(cluster):
+    urls = cluster.create_database("growing", nodes=2)
+    with closing(store_on(urls[0])) as store:
+        store.create_database()
+    spread(urls[0])
+    urls.append(cluster.add_to("growing", 2))
+    spread(urls[0])
+    ids = issue_everywhere(urls) + issue_everywhere(urls)
+    assert len({*ids}) == 6 and len({id >> 48 for id in ids}) == 3
 
 
 def test_tables_are_spread_once_and_only_on_a_cluster(cluster, nodes):
@@ -296,19 +320,23 @@ def test_next_schema_version_goes_through_the_coordinator(cluster, tmp_path):
     urls = cluster.create_database("next")
     with closing(store_on(urls[0])) as store:
         store.create_database()
-    spread(urls[0])
+        spread(urls[0])
+        store.create_project("ann", {})
     copy_service(tmp_path)
-    source = tmp_path / "engines/migrations.py"
+    source, new = tmp_path / "engines/migrations.py", SCHEMA_VERSION + 1
+    migration = "ALTER TABLE project ADD note text DEFAULT 'new'"
     changes = {
-        "SCHEMA_VERSION = 4": "SCHEMA_VERSION = 5",
-        "POSTGRESQL = {": 'POSTGRESQL = {5: "ALTER TABLE project ADD note text",',
+        f"SCHEMA_VERSION = {SCHEMA_VERSION}": f"SCHEMA_VERSION = {new}",
+        "POSTGRESQL = {": f'POSTGRESQL = {{{new}: "{migration}",',
     }
     source.write_text(replaced(source.read_text(), changes))
     for number, status in [(1, 1), (0, 0), (1, 0), (2, 0)]:
         command = [BIN / "flask", "account", "list"]
         environment = environment_of(urls[number])
-        told = run(*command, folder=tmp_path, environment=environment, status=status)
+        ended = run(*command, folder=tmp_path, environment=environment, status=status)
         reason = "Error: connect to the coordinator to change the tables; "
-        assert told.stderr.startswith(reason) if status else not told.stderr
+        assert ended.stderr.startswith(reason) if status else not ended.stderr
+        if not status:
+            assert execute(urls[number], "SELECT note FROM project") == [("new",)]
     with closing(store_on(urls[1])) as store, fails(Unavailable, "newer release"):
         store.check()

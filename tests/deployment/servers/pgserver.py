@@ -194,17 +194,19 @@ class Cluster:
 
     nodes: list[PgServer]
 
-    def create_database(self, name: str) -> list[str]:
-        """The URLs of a new empty database, one at each node."""
-        urls = [node.database_url(name) for node in self.nodes]
-        for node, url in zip(self.nodes, urls, strict=True):
-            node.execute(f"CREATE DATABASE {name} TEMPLATE template0")
-            execute(url, "CREATE EXTENSION citus")
-        first, *others = (f"'127.0.0.1', {node.port}" for node in self.nodes)
-        execute(urls[0], f"SELECT citus_set_coordinator_host({first})")
-        for other in others:
-            execute(urls[0], f"SELECT citus_add_node({other})")
-        return urls
+    def create_database(self, name: str, nodes: int = 3) -> list[str]:
+        """The URLs of a new empty database, one at each of so many nodes."""
+        return [self.add_to(name, number) for number in range(nodes)]
+
+    def add_to(self, name: str, number: int) -> str:
+        """The URL of the database at a node that becomes one of its nodes."""
+        coordinator, node = self.nodes[0], self.nodes[number]
+        node.execute(f"CREATE DATABASE {name} TEMPLATE template0")
+        execute(node.database_url(name), "CREATE EXTENSION citus")
+        add = "citus_add_node" if number else "citus_set_coordinator_host"
+        statement = f"SELECT {add}('127.0.0.1', {node.port})"
+        execute(coordinator.database_url(name), statement)
+        return node.database_url(name)
 
 
 @contextmanager
