@@ -187,6 +187,15 @@ def test_pytest_example_passes(python, tmp_path, paths, heading):
     assert "1 passed" in ended.stdout
 
 
+def test_example_in_the_same_process_passes(python, clone, tmp_path):
+    [example] = blocks(PAGE, "In the same process", "python")
+    (tmp_path / "test_example.py").write_text(example)
+    theirs = os.environ | {"PYTHONPATH": str(clone)}
+    command = [python, "-Werror", "-m", "pytest"]
+    ended = run(*command, folder=tmp_path, environment=theirs)
+    assert "1 passed" in ended.stdout
+
+
 def test_unittest_example_passes(python, tmp_path, paths):
     [example] = blocks(PAGE, "unittest", "python")
     (tmp_path / "test_example.py").write_text(example)
