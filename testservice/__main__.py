@@ -6,9 +6,8 @@ a new account. POST /test/tokens issues more, for example with the body
 GET /test/tokens/TOKEN shows what is left of its plan and the requests that came with it, PUT
 with {"fail": [...]} replaces the plan, and DELETE revokes the token.
 
-Ends when its standard input closes, or on SIGTERM or SIGINT. An input that is not a pipe, a
-socket or a terminal, such as /dev/null, never ends it. One that has ended before the service
-responds is an error.
+Ends on SIGTERM or SIGINT, or when its standard input closes, which must be open at the start.
+An input that is not a pipe, a socket or a terminal, such as /dev/null, never ends it.
 """
 
 import argparse

@@ -1,7 +1,6 @@
 """The server of the test service: a worker of gunicorn, without gunicorn's main process.
 
-The worker has the data in memory, so its end is the end of the service. It needs nobody who
-would start it anew, reload it, or wait until it has served its requests.
+The worker has the data in memory, so its end is the end of the service.
 """
 
 import json
@@ -12,7 +11,6 @@ import signal
 import socket
 import stat
 import sys
-from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
@@ -66,7 +64,7 @@ class Server(ThreadWorker):
         # By default, it stops a job in the background that reads its terminal.
         signal.signal(signal.SIGTTIN, signal.SIG_IGN)
 
-    def finish_request(self, conn: Any, fs: Future[Any]) -> None:
+    def finish_request(self, conn: Any, fs: Any) -> None:
         """Close in a thread: gunicorn's loop would wait 2 s for the client to close, too."""
         if fs.result():  # the connection stays open
             super().finish_request(conn, fs)

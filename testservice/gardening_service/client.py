@@ -26,11 +26,7 @@ ENDED = "The service has ended."
 
 @dataclass(frozen=True)
 class Service:
-    """The running service, from any process on this machine.
-
-    Its methods raise ValueError for an unknown token or failure, and RuntimeError if the
-    service has ended.
-    """
+    """The running service. Its methods raise ValueError for what it refuses."""
 
     url: str  # its base, without a slash at the end
 
@@ -43,10 +39,7 @@ class Service:
     def issue_token(
         self, account: str | None = None, *, expired: bool = False, fail: Plan = ()
     ) -> str:
-        """A token for the account, or for a new one, with a plan of failures.
-
-        Raises ValueError for a bad name.
-        """
+        """A token for the account, or for a new one, with a plan of failures."""
         body = {"account": account, "expired": expired, "fail": fail}
         return str(self._call("POST", "/test/tokens", body)["token"])
 
@@ -125,9 +118,8 @@ def run_service() -> Iterator[Service]:
     """
     words = shlex.split(os.environ.get("GARDENING_TEST_SERVICE", ""))
     words, folder = (words, None) if words else (COMMAND, ROOT)
-    # In a process group of its own, since Ctrl-C is for the tests. It writes to their
-    # standard error, which pytest shows with the test that failed.
     pipe = subprocess.PIPE
+    # In a process group of its own, since Ctrl-C is for the tests.
     with subprocess.Popen(
         words, cwd=folder, stdin=pipe, stdout=pipe, process_group=0
     ) as process:
@@ -137,8 +129,7 @@ def run_service() -> Iterator[Service]:
         try:
             if not output.poll(1000 * LIMIT):
                 raise RuntimeError(f"The service did not start within {LIMIT} seconds.")
-            ready = process.stdout.readline()
-            if not ready:
+            if not (ready := process.stdout.readline()):
                 raise RuntimeError("The service did not start.")
             yield Service(json.loads(ready)["url"])
             if process.poll() is not None:
