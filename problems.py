@@ -1,5 +1,4 @@
 """Every error as a problem document (RFC 9457); those of the store are in one table."""
-# Tested in tests/test_app.py.
 
 import json
 from collections.abc import Iterable, Mapping
@@ -25,43 +24,44 @@ DETAILS = {  # in place of Werkzeug's
 }
 
 
-class Answer(NamedTuple):
-    """What a caller is told of an error of the store."""
+class ErrorResponse(NamedTuple):
+    """The response to an error of the store."""
 
     status: int
     detail: str  # {} is the argument of the error
-    # A `type` only if a program must tell it from others of its status. Every 422 has `errors`.
+    # A `type` only if a program must tell it from others of its status. Every 422 has
+    # `errors`.
     extensions: Mapping[str, object] = {}
     headers: Mapping[str, str] = {}
 
 
 STORE_ERRORS = {
-    NotFound: Answer(404, "Your account has no Project with this id."),
-    Stale: Answer(
+    NotFound: ErrorResponse(404, "Your account has no Project with this id."),
+    Stale: ErrorResponse(
         412,
         "The ETag of the Project does not satisfy If-Match (strong ones only) or If-None-Match.",
     ),
-    KeyReused: Answer(
+    KeyReused: ErrorResponse(
         422,
         "This Idempotency-Key was used with other fields.",
         {"type": "urn:gardening:key-reused", "errors": {}},
     ),
-    KeySpent: Answer(
+    KeySpent: ErrorResponse(
         409,
         "The Project of this Idempotency-Key has been deleted.",
         {"type": "urn:gardening:key-spent"},
     ),
-    AccountFull: Answer(
+    AccountFull: ErrorResponse(
         409,
-        "The account has {} Projects, and may not have more: delete some first.",
+        "The account holds as many Projects as it may, {:,}: delete some first.",
         {"type": "urn:gardening:account-full"},
     ),
-    Unavailable: Answer(
+    Unavailable: ErrorResponse(
         503,
         "The database is unavailable; nothing was changed. Try again later.",
         headers=RETRY,
     ),
-    OutcomeUnknown: Answer(
+    OutcomeUnknown: ErrorResponse(
         503,
         "The change may have been made, or not: read before you repeat it.",
         {"type": "urn:gardening:outcome-unknown"},
@@ -73,8 +73,8 @@ STORE_ERRORS = {
 def add_to(app: Flask) -> None:
     app.register_error_handler(HTTPException, on_http_error)
     app.register_error_handler(ValidationError, on_invalid)
-    for kind, answer in STORE_ERRORS.items():
-        app.register_error_handler(kind, partial(on_store_error, answer))
+    for kind, response in STORE_ERRORS.items():
+        app.register_error_handler(kind, partial(on_store_error, response))
 
 
 def on_http_error(error: HTTPException) -> Response:
@@ -88,13 +88,13 @@ def on_invalid(error: ValidationError) -> Response:
     return problem(422, detail, {"errors": error.messages})
 
 
-def on_store_error(answer: Answer, error: Exception) -> Response:
+def on_store_error(response: ErrorResponse, error: Exception) -> Response:
     if isinstance(error, Unavailable):
         is_unknown = isinstance(error, OutcomeUnknown)
         what = "Outcome unknown" if is_unknown else "Database unavailable"
         current_app.logger.error("%s: %s", what, error)
-    detail = answer.detail.format(*error.args)
-    return problem(answer.status, detail, answer.extensions, answer.headers)
+    detail = response.detail.format(*error.args)
+    return problem(response.status, detail, response.extensions, response.headers)
 
 
 def problem(

@@ -1,21 +1,34 @@
-"""What a caller meets over HTTP: answers, headers, errors; and the settings."""
+"""What a caller meets over HTTP: responses, headers, errors; and the settings."""
 
 import io
 import json
 import os
 import re
 import sqlite3
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from traceback import walk_stack
 
 import pytest
 from werkzeug.test import EnvironBuilder, run_wsgi_app
 
 from app import create_app
 from auth import digest
+from engines.sqlite import SQLiteConnection
 from helpers.old_schemas import create_old_schema
 from helpers.openapi import HELLO, CheckedClient
-from helpers.running import BIN, POINT, PROJECTS, environment_of, run, wait_for
+from helpers.running import (
+    BIN,
+    LIMIT,
+    POINT,
+    PROJECTS,
+    environment_of,
+    run,
+    wait_for,
+)
+from store import Store
 
 MISSING = f"{PROJECTS}/{'0' * 24}"
 
@@ -28,7 +41,7 @@ def test_hello_echoes_any_method_whatever_the_token(app, headers):
         assert set(response.json) == {"greetings", "requestMethod"}
 
 
-def test_create_answers_with_the_project_and_its_address(client):
+def test_create_responds_with_the_project_and_its_address(client):
     response = client.post(PROJECTS, json={"name": "Park", "location": POINT})
     assert response.status_code == 201
     assert response.headers["ETag"] == quoted_etag(response.json)
@@ -108,13 +121,13 @@ def test_both_conditions_must_hold(client, project, project_url):
 def test_another_accounts_project_is_not_found(sign_in, project, project_url):
     stranger, owner = sign_in("bob"), sign_in("ann2")
     for method in ("GET", "PUT", "DELETE"):
-        answers = [
+        responses = [
             stranger.open(address, method=method, json={}, headers={"If-Match": '"7"'})
             for address in (project_url, MISSING)
         ]
-        assert [answer.status_code for answer in answers] == [404, 404]
-        assert answers[0].data == answers[1].data
-        assert dict(answers[0].headers) == dict(answers[1].headers)
+        assert [response.status_code for response in responses] == [404, 404]
+        assert responses[0].data == responses[1].data
+        assert dict(responses[0].headers) == dict(responses[1].headers)
     assert owner.get(PROJECTS).json == stranger.get(PROJECTS).json == []
 
 
@@ -128,7 +141,7 @@ def post_with_key(client, key, **fields):
 
 
 # What a key is for, and what each engine does with it, stands in test_store.py.
-def test_post_repeated_with_its_key_answers_with_the_project_as_it_is(client):
+def test_post_repeated_with_its_key_returns_the_project_as_it_is(client):
     first = post_with_key(client, "k", name="Park")
     changed = client.put(first.headers["Location"], json={"name": "Lake"})
     again = post_with_key(client, "k", postal_code=None, name="Park", id="ignored")
@@ -168,10 +181,10 @@ def test_unchanged_list_is_neither_read_nor_sent(client, project_url, plain_sql,
         f"UPDATE account SET list_revision = '{tag.strip(chr(34)).split('-')[0]}'"
     )
     for known in (tag, f"W/{tag}", f'"x", {tag}', "*"):
-        answer = ask(known)
-        assert (answer.status_code, answer.data) == (304, b"")
-        assert answer.headers["ETag"] == tag
-        assert "Link" not in answer.headers
+        response = ask(known)
+        assert (response.status_code, response.data) == (304, b"")
+        assert response.headers["ETag"] == tag
+        assert "Link" not in response.headers
 
 
 def test_link_repeats_the_size_and_counts_the_pages(client):
@@ -270,6 +283,15 @@ def test_wrong_query_is_refused(client, query):
     assert list(response.json["errors"]) == [field]
 
 
+def test_only_what_is_repeated_is_named(client, project_url):
+    query = {"size": ["2", "2"], "page": "0"}
+    errors = client.get(PROJECTS, query_string=query).json["errors"]
+    assert errors == {"size": ["Given more than once."]}
+    body = b'{"name": "a", "postal_code": "1", "postal_code": "2"}'
+    response = client.put(project_url, data=body, content_type="application/json")
+    assert response.json["detail"] == 'The body gives the field "postal_code" twice.'
+
+
 @pytest.mark.parametrize("is_chunked", [False, True])
 def test_body_over_64_kib_is_refused(client, is_chunked):
     for size, status in [(65_536, 201), (65_537, 413)]:
@@ -288,7 +310,7 @@ def test_body_that_announces_a_gigabyte_is_refused_unread(client):
     assert (response.status_code, stream.tell()) == (413, 0)
 
 
-def test_full_account_is_told_how_many_projects_it_may_have():
+def test_full_account_reads_how_many_projects_it_may_have():
     app = create_app({"DATABASE": ":memory:", "MAX_PROJECTS": 1})
     app.test_client_class = CheckedClient
     app.extensions["store"].add_token("ann", digest("t"))
@@ -299,8 +321,14 @@ def test_full_account_is_told_how_many_projects_it_may_have():
     assert (response.status_code, response.json["title"]) == (409, "Conflict")
     assert response.json["type"] == "urn:gardening:account-full"
     assert response.json["detail"] == (
-        "The account has 1 Projects, and may not have more: delete some first."
+        "The account holds as many Projects as it may, 1: delete some first."
     )
+
+
+def test_limit_has_a_separator_of_thousands(client, plain_sql):
+    client.post(PROJECTS, json={})
+    plain_sql.execute("UPDATE account SET project_count = 10000")
+    assert " as it may, 10,000: " in client.post(PROJECTS, json={}).json["detail"]
 
 
 ERRORS = [
@@ -350,6 +378,26 @@ def test_outage_says_when_to_retry_and_ends(
     assert "Traceback" not in caplog.text
     wait_for(lambda: client.put(project_url, json={}).status_code == 200)
     assert client.get(project_url).json["version"] == 2
+
+
+def test_write_in_doubt_is_named_in_the_response_and_the_log(
+    client, project_url, database, foreign_lock, caplog
+):
+    def is_sent():
+        """The token is read before, with the same method."""
+        sent = {Store.update_project.__code__, SQLiteConnection.fetch.__code__}
+        stacks = map(walk_stack, sys._current_frames().values())
+        return any(sent <= {frame.f_code for frame, _ in stack} for stack in stacks)
+
+    with ThreadPoolExecutor() as pool:
+        with foreign_lock():
+            write = pool.submit(client.put, project_url, json={})
+            wait_for(is_sent)
+            os.remove(database)
+        response = write.result(LIMIT)
+    assert (response.status_code, response.headers["Retry-After"]) == (503, "5")
+    assert response.json["type"] == "urn:gardening:outcome-unknown"
+    assert f"Outcome unknown: the database file was removed: {database}" in caplog.text
 
 
 @pytest.fixture
@@ -475,16 +523,16 @@ def test_create_app_opens_no_database(folder):
     assert {file: file.read_bytes() for file in folder.iterdir()} == before
 
 
-def test_health_is_told_without_a_token_until_the_database_is_lost(app, database):
+def test_health_needs_no_token_until_the_database_is_lost(app, database):
     client = app.test_client()
-    answer = client.get("/health")
-    assert (answer.status_code, answer.json) == (200, {"status": "ok"})
-    assert answer.headers["Cache-Control"] == "no-store"
+    response = client.get("/health")
+    assert (response.status_code, response.json) == (200, {"status": "ok"})
+    assert response.headers["Cache-Control"] == "no-store"
     assert client.head("/health").status_code == 200
     os.remove(database)
-    answer = client.get("/health")
-    assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5")
-    assert database not in answer.text
+    response = client.get("/health")
+    assert (response.status_code, response.headers["Retry-After"]) == (503, "5")
+    assert database not in response.text
 
 
 def test_empty_maximum_means_the_default(monkeypatch):
@@ -494,13 +542,13 @@ def test_empty_maximum_means_the_default(monkeypatch):
 
 @pytest.mark.parametrize("setting", ["0", "-1", "x", "1.5", "9" * 19, "１"])
 def test_maximum_that_is_no_positive_number_is_refused(monkeypatch, setting):
-    told = (
+    message = (
         "GARDENING_MAX_PROJECTS must be a whole number, 1 or more, of up to 18 digits"
     )
     monkeypatch.setenv("GARDENING_MAX_PROJECTS", setting)
-    with pytest.raises(ValueError, match=re.escape(told)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         create_app({"DATABASE": ":memory:"})
-    with pytest.raises(ValueError, match=re.escape(told)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         create_app({"DATABASE": ":memory:", "MAX_PROJECTS": 0})
     create_app({"DATABASE": ":memory:", "MAX_PROJECTS": 1})
 
@@ -509,10 +557,10 @@ def test_driver_that_is_not_installed_is_named(tmp_path):
     (tmp_path / "psycopg.py").write_text("raise ImportError")
     path = {"PYTHONPATH": str(tmp_path)}
     variables = environment_of("postgresql://127.0.0.1/db") | path
-    told = "for PostgreSQL, install psycopg[binary], or this package with the extra"
+    message = "for PostgreSQL, install psycopg[binary], or this package with the extra"
     for command in ["token", "list"], ["run", "--port=0"]:
         end = run(BIN / "flask", *command, environment=variables, status=1)
-        assert end.stderr == f"Error: {told} postgres\n"
+        assert end.stderr == f"Error: {message} postgres\n"
     # So a release without the driver is not reloaded.
     end = run(BIN / "gunicorn", "--check-config", environment=variables, status=1)
-    assert told in end.stderr
+    assert message in end.stderr
