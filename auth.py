@@ -1,7 +1,6 @@
 """Who may call: bearer tokens, issued to accounts and checked by a decorator.
 
-It contains no SQL and nothing about Projects. Only the holder has the token; the store
-keeps its SHA-256 digest.
+Only the holder has the token; the store keeps its SHA-256 digest.
 """
 
 import hashlib

@@ -1,8 +1,4 @@
-"""What a request says: its query, headers and body, or why they are refused.
-
-It does not know what a Project is (schemas.py does), or how one is stored.
-"""
-# Tested in tests/test_app.py.
+"""What a request says: its query, headers and body, or why they are refused."""
 
 import json
 import re
@@ -61,8 +57,8 @@ def read_precondition() -> Precondition:
 
 
 def etags_in(header: ETags, include_weak: bool) -> list[str]:
-    # Werkzeug parses an empty ETag as None, and PostgreSQL refuses U+0000. No ETag of ours is
-    # either of them.
+    # Werkzeug parses an empty ETag as None, and PostgreSQL refuses U+0000. No ETag of
+    # ours is either of them.
     return [etag for etag in header.as_set(include_weak) if etag and "\0" not in etag]
 
 
@@ -72,7 +68,7 @@ def read_fields() -> dict[str, object]:
 
 
 def read_json() -> Any:
-    """Raises BadRequest for what is not JSON, or gives a field twice."""
+    """The body. Raises BadRequest if it is not JSON, or gives a field twice."""
     body = read_body()
     try:
         return json.loads(

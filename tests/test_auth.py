@@ -11,7 +11,7 @@ CHALLENGE = 'Bearer realm="gardening"'
 
 @pytest.fixture
 def greet(app):
-    """The answer to a call with this Authorization header."""
+    """The response to a call with this Authorization header."""
 
     def greet(authorization):
         return app.test_client().put(AUTH, headers={"Authorization": authorization})

@@ -127,7 +127,7 @@ def test_id_and_new_account_are_named_on_standard_error(command, store):
     assert "new" not in command("token", "create", "bob").stderr
 
 
-NAMES = {"accent": "Zoë", "longest": "é" * 255, "inner spaces": "a  b"}
+NAMES = {"shortest": "é", "accent": "Zoë", "longest": "é" * 255, "inner spaces": "a  b"}
 
 
 @pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)

@@ -1,4 +1,4 @@
-"""gunicorn.conf.py: what gunicorn does for hostile clients, stuck writers and operators."""
+"""gunicorn.conf.py: what it does for hostile clients, stuck writers and operators."""
 
 import fcntl
 import os

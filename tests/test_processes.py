@@ -1,4 +1,4 @@
-"""The service as it is run: real servers, real processes, a real disk, and their faults."""
+"""The service as it runs: real servers, processes and files, and their faults."""
 
 import http.client
 import os

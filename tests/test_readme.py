@@ -1,4 +1,4 @@
-"""What the pages say of settings, commands, fields, errors and versions is what the program has."""
+"""The settings, commands, fields, errors and versions on the pages are the program's."""
 
 import inspect
 import json
@@ -74,8 +74,8 @@ def test_pages_name_every_field_of_a_project(project):
 
 def test_error_on_the_page_is_what_a_misspelt_field_gets(client):
     [problem] = blocks("docs/api.md", "Errors", "json")
-    answer = client.post(PROJECTS, json={"nmae": "Park"})
-    assert answer.json == json.loads(problem)
+    response = client.post(PROJECTS, json={"nmae": "Park"})
+    assert response.json == json.loads(problem)
 
 
 def test_version_is_the_same_everywhere():
