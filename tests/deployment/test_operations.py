@@ -622,18 +622,18 @@ def test_copy_of_litestream_loses_a_second_at_most(machine, empty_account, lites
     safe = [time for time in times if float(time) < float(killed) - 1]
     assert safe
 
-    def version(restore):
-        machine.paste(restore)
+    def version(save):
+        machine.paste(save)
+        machine.paste(restore_later())
         assert machine.paste(f"stat --format='%U %a' {DATABASE}") == "gardening 600\n"
         [project] = curl(machine, PROJECTS, token=empty_account)[1]
         return project["version"]
 
-    restore = block("Restore", page=LITESTREAM)
+    save = block("Restore", page=LITESTREAM)
     newest = machine.paste(block("Watch", "ltx", page=LITESTREAM)).split()[-1]
     assert newest > moment
-    assert version(restore) > len(safe)
-    earlier = {" -o newest.db": f" -timestamp {moment} -o newest.db"}
-    assert version(replaced(restore, earlier)) == 1
+    assert version(save) > len(safe)
+    assert version(replaced(save, {" -o ": f" -timestamp {moment} -o "})) == 1
 
 
 def test_litestream_copies_what_a_backup_has_restored(
@@ -649,8 +649,9 @@ def test_litestream_copies_what_a_backup_has_restored(
     add_project(machine, empty_account, "since")
     # And Litestream with it, which copies what is left.
     machine.paste("systemctl stop gardening")
-    restore = block("Restore", page=LITESTREAM)
-    paste_twice(machine, restore)
+    save = block("Restore", page=LITESTREAM)
+    machine.paste(save)
+    machine.paste(restore_later())
     assert names(machine, empty_account) == ["kept", "since"]
     machine.paste(block("Watch", "rm -rf", page=LITESTREAM))
     assert machine.paste("systemctl is-active gardening-litestream") == "active\n"
@@ -661,14 +662,14 @@ def test_litestream_copies_what_a_backup_has_restored(
     machine.paste("rm -rf /var/lib/gardening/.[!.]* /var/lib/gardening/*")
     machine.paste("gardening init-db && systemctl start gardening")
     *install, start = block("Install", page=LITESTREAM).splitlines()
-    for script in ("\n".join(install), restore, start):
+    for script in ("\n".join(install), save, restore_later(), start):
         machine.paste(script)
     assert names(machine, empty_account) == ["kept", "since", "last"]
 
 
 def test_projects_move_to_postgresql_and_back(machine, empty_account, saved_settings):
     create_database, store_password = blocks(POSTGRESQL, "Set up")
-    backup, restore, back = blocks(POSTGRESQL, "Move from a file, and back")
+    backup, restore = blocks(POSTGRESQL, "Move from a file, and back")
     version = CLUSTER.parent.name
     machine.paste(
         f"pg_dropcluster --stop {version} main 2>/dev/null; systemctl start dbus"
@@ -687,7 +688,7 @@ def test_projects_move_to_postgresql_and_back(machine, empty_account, saved_sett
 
     add_project(machine, empty_account, "Park")
     kept = curl(machine, PROJECTS, token=empty_account)
-    paste_twice(machine, backup)
+    machine.paste(backup)
     machine.paste("sed -i /^FLASK_DATABASE=/d /etc/gardening.env")
     machine.paste("cat >> /etc/gardening.env", input=replaced(settings, here))
     machine.paste(restore)
@@ -696,9 +697,8 @@ def test_projects_move_to_postgresql_and_back(machine, empty_account, saved_sett
     add_project(machine, empty_account, "on PostgreSQL")
     kept = curl(machine, PROJECTS, token=empty_account)
 
-    paste_twice(machine, backup)
+    machine.paste(backup)
     machine.paste(f"cp {saved_settings} /etc/gardening.env")
     machine.paste(f"pg_ctlcluster {version} main stop")
-    machine.paste(back)
-    machine.paste(back, status=1)
+    machine.paste(restore_later())
     assert curl(machine, PROJECTS, token=empty_account) == kept
