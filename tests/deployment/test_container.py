@@ -57,11 +57,10 @@ def test_images_hold_what_they_need_and_production_no_test_service(tmp_path):
     in_production = copy_to(tmp_path, service)
     assert "RUN gunicorn --check-config" in service
     run(BIN / "gunicorn", "--check-config", folder=tmp_path)
-    start_test_service = [sys.executable, "-m", "testservice"]
-    run(*start_test_service, folder=tmp_path, input="", status=1)
+    test_service = [sys.executable, "-m", "testservice", "--help"]
+    run(*test_service, folder=tmp_path, status=1)
     in_test = copy_to(tmp_path, test)
-    ready = run(*start_test_service, folder=tmp_path, input="").stdout
-    assert "token" in json.loads(ready)
+    run(*test_service, folder=tmp_path)
     first, *seen = (ROOT / ".dockerignore").read_text().split()
     assert first == "*"
     assert {*seen} == {f"!{pattern}" for pattern in in_production + in_test}
