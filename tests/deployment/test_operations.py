@@ -425,7 +425,7 @@ def test_refused_restore_is_undone(machine, no_backups, empty_account, creation,
     assert names(machine, empty_account) == ["Park"]
 
 
-@pytest.mark.parametrize("seconds", [0.1, 0.3, 0.6, 0.9, 1.2, 1.6, 2])
+@pytest.mark.parametrize("seconds", [0.1, 0.2, 0.25, 0.3, 0.35, 0.4, 0.8])
 def test_restore_that_is_cut_off_leaves_the_old_folder_or_a_whole_database(
     machine, no_backups, empty_account, seconds
 ):
