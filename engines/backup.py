@@ -3,6 +3,7 @@
 import os
 import secrets
 import sqlite3
+import stat
 from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from pathlib import Path
@@ -104,10 +105,14 @@ def scratch(folder: str | None) -> TemporaryDirectory[str]:
 
 
 def copy_file(path: str, to: str) -> None:
-    """Copy a backup without its triggers and views. Raises BadBackup, sqlite3.Error."""
-    if not os.path.isfile(path):  # SQLite would wait for the writer of a pipe
+    """Copy a backup without its triggers and views.
+
+    Raises BadBackup, sqlite3.Error; OSError if there is no file or its folder is closed to us.
+    """
+    found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode):  # SQLite would wait for the writer of a pipe
         raise BadBackup("not a regular file")
-    if os.path.getsize(path) == 0:
+    if found.st_size == 0:
         raise BadBackup("the file is empty")
     uri = f"{Path(path).absolute().as_uri()}?mode=ro"
     with (

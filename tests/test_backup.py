@@ -357,6 +357,7 @@ REASONS = {
     "pipe": "not a regular file",
     "folder": "not a regular file",
     "empty": "the file is empty",
+    "missing": "No such file or directory",
 }
 
 
