@@ -87,6 +87,18 @@ def restore(engine: Engine, path: str, progress: Progress = no_progress) -> bool
         ):
             copy_file(path, f"{folder}/copy")
             # Only now, so that a file that is no backup creates nothing.
+            file = os.path.realpath(engine.name)
+            is_missing = not (os.path.exists(file) or os.path.exists(f"{file}-wal"))
+            if engine.folder and is_missing:
+                # It gets its name when it is filled: cut off, a restore leaves no empty database.
+                if engine.is_default:
+                    os.makedirs(engine.folder, exist_ok=True)
+                with new_file(file) as partial, closing(SQLite(f"{folder}/new")) as new:
+                    new.create_database()
+                    copy_rows(copy, new, progress)
+                    new.save(partial)
+                engine.create_database()
+                return True
             is_new = engine.create_database()
             copy_rows(copy, engine, progress)
             return is_new
