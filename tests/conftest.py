@@ -18,7 +18,7 @@ for name in list(os.environ):
     if name.startswith(SETTINGS) or name.lower() in PROXIES:
         del os.environ[name]
 
-# What fails in them is told as in a test.
+# What fails in them is shown as in a test.
 pytest.register_assert_rewrite("deployment.servers", "helpers")
 
 from app import create_app

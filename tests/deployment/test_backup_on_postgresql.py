@@ -34,8 +34,8 @@ def test_silence_of_the_server_is_not_blamed_on_the_file(
     store, pgserver, database, file
 ):
     store.check()  # over the connection that the backup takes
-    told = f"the copy to {file} failed: no response before the deadline"
-    with silence(pgserver, database), pytest.raises(Unavailable, match=f"^{told}$"):
+    output = f"the copy to {file} failed: no response before the deadline"
+    with silence(pgserver, database), pytest.raises(Unavailable, match=f"^{output}$"):
         backup(store.engine, file)
 
 
