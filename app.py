@@ -36,8 +36,8 @@ api = Blueprint("api", __name__)
 def create_app(config: Mapping[str, Any] | None = None) -> Flask:
     """Build the service; DATABASE, MAX_PROJECTS and PREFIX in `config` override the environment.
 
-    It opens no file, except under `flask run`, which creates the database. Raises ValueError
-    for a setting that is wrong.
+    It opens no file, except under `flask run`, which creates the database. Raises ValueError for a
+    setting that is wrong.
     """
     app = Flask(__name__, static_folder=None)
     app.config.update(
@@ -97,9 +97,7 @@ def read_prefix(setting: object, routes: Map) -> str:
 def without_prefix(wsgi_app: WSGIApplication, prefix: str) -> WSGIApplication:
     """Take the prefix off an address that has it (PEP 3333, SCRIPT_NAME)."""
 
-    def stripped(
-        environ: WSGIEnvironment, start_response: StartResponse
-    ) -> Iterable[bytes]:
+    def stripped(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         path = environ.get("PATH_INFO", "")  # a server may omit an empty one
         if path.startswith(f"{prefix}/"):
             environ["SCRIPT_NAME"] = environ.get("SCRIPT_NAME", "") + prefix
@@ -180,8 +178,8 @@ def update_project(account: str, id: str) -> Response:
     fields = read_fields()
     condition = read_precondition()
     project = current_store().update_project(account, id, fields, condition)
-    # With an ETag, a client could take what it sent for what is stored: a PUT may have
-    # one only if the two are the same (RFC 9110 9.3.4), and this one merges.
+    # With an ETag, a client could take what it sent for what is stored: a PUT may have one only if
+    # the two are the same (RFC 9110 9.3.4), and this one merges.
     return Response(project.document, content_type="application/json")
 
 

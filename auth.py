@@ -83,7 +83,7 @@ def token_required(view: View) -> View:
 
 
 def unauthorized(detail: str, error: str = "") -> Unauthorized:
-    # As text, although Unauthorized is typed for Werkzeug's WWWAuthenticate: that drops
-    # the quotes around the realm, without which some clients fail (RFC 9110 11.2).
+    # As text, although Unauthorized is typed for Werkzeug's WWWAuthenticate: that drops the quotes
+    # around the realm, without which some clients fail (RFC 9110 11.2).
     challenge: Any = f'Bearer realm="gardening"{error}'
     return Unauthorized(detail, www_authenticate=[challenge])

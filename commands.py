@@ -129,8 +129,8 @@ def list_accounts() -> None:
 def delete_account(account: str, yes: bool) -> None:
     """Delete ACCOUNT and all that it owns: Projects, tokens and idempotency keys.
 
-    Requests under way may still add Projects. If so, `account list` shows the account
-    again: delete it again.
+    Requests under way may still add Projects. If so, `account list` shows the account again: delete
+    it again.
     """
     store, name = current_store(), account_name(account)
     found = store.find_account(name)
@@ -198,9 +198,7 @@ def restore_backup(file: str) -> None:
     accounts = store.list_accounts()
     projects = sum(account.projects for account in accounts)
     tokens = sum(account.tokens for account in accounts)
-    click.echo(
-        f"Restored: accounts {len(accounts)}, Projects {projects}, tokens {tokens}."
-    )
+    click.echo(f"Restored: accounts {len(accounts)}, Projects {projects}, tokens {tokens}.")
 
 
 def progress_bar(rows: Stream, count: int) -> Stream:
@@ -259,8 +257,6 @@ def main() -> None:
     """`gardening`, the program on a server: the commands of this module alone."""
     from app import create_app  # which imports this module
 
-    group = FlaskGroup(
-        add_default_commands=False, create_app=create_app, add_version_option=False
-    )
+    group = FlaskGroup(add_default_commands=False, create_app=create_app, add_version_option=False)
     group.params.clear()  # --app and others of Flask
     group.main(prog_name="gardening")

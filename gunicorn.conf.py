@@ -13,13 +13,13 @@ UNREAD_LIMIT = 64 * 1024  # bytes; gunicorn drains less than this of an unread b
 wsgi_app = "app:create_app()"
 bind = os.environ.get("GARDENING_BIND", "").strip() or "127.0.0.1:8000"
 worker_class = "gthread"
-# Two processes per core cost little, and make it less likely that one process has all of
-# the kept-alive connections.
+# Two processes per core cost little, and make it less likely that one process has all of the
+# kept-alive connections.
 workers = int(os.environ.get("WEB_CONCURRENCY", 2 * (os.cpu_count() or 1)))
 if workers == 0:  # gunicorn would accept connections, and serve none
     sys.exit("Error: WEB_CONCURRENCY must be a whole number, 1 or more")
-# Two, so that a write waiting for the disk does not hold up its process. With more, they
-# contend for the interpreter, and a mix of reads and writes gets slower.
+# Two, so that a write waiting for the disk does not hold up its process. With more, they contend
+# for the interpreter, and a mix of reads and writes gets slower.
 threads = 2
 keepalive = 75  # seconds, longer than the proxy's, so that the proxy closes first
 # gunicorn would take SCRIPT_NAME from a proxy, which may pass on a client's.
@@ -29,9 +29,11 @@ worker_tmp_dir = "/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else Non
 limit_request_line = 8190  # bytes, as for each header, and as nginx takes
 control_socket_disable = True  # there is one per user, so two instances would clash
 accesslog = "-"
-# Account and token ID, method and path, status, bytes, microseconds, request ID: no token
-# and no query. The request ID is last, since a client may write anything into it.
-access_log_format = '"%({remote_user}e)s" "%(m)s %({sent-path}i)s" %(s)s %(B)s %(D)s %({x-request-id}i)s'
+# Account and token ID, method and path, status, bytes, microseconds, request ID: no token and no
+# query. The request ID is last, since a client may write anything into it.
+access_log_format = (
+    '"%({remote_user}e)s" "%(m)s %({sent-path}i)s" %(s)s %(B)s %(D)s %({x-request-id}i)s'
+)
 
 
 def on_starting(server: Arbiter) -> None:
@@ -45,9 +47,8 @@ def on_starting(server: Arbiter) -> None:
 def pre_request(worker: Worker, request: Any) -> None:
     """Add the path for the log, and announce a close that gunicorn would not announce.
 
-    gunicorn has the path only decoded, or with the query. If a long body is left unread,
-    gunicorn closes the connection without a word, on which a proxy may have sent the next
-    request by then.
+    gunicorn has the path only decoded, or with the query. If a long body is left unread, gunicorn
+    closes the connection without a word, on which a proxy may have sent the next request by then.
     """
     headers = dict(request.headers)
     request.headers.append(("SENT-PATH", request.uri.partition("?")[0]))

@@ -29,8 +29,7 @@ class ErrorResponse(NamedTuple):
 
     status: int
     detail: str  # {} is the argument of the error
-    # A `type` only if a program must tell it from others of its status. Every 422 has
-    # `errors`.
+    # A `type` only if a program must tell it from others of its status. Every 422 has `errors`.
     extensions: Mapping[str, object] = {}
     headers: Mapping[str, str] = {}
 

@@ -40,9 +40,7 @@ def read_key() -> str | None:
     """The Idempotency-Key (draft-ietf-httpapi-idempotency-key-header), if any."""
     key = request.headers.get("Idempotency-Key")
     if key is not None and not re.fullmatch("[ -~]{1,255}", key):
-        raise http.BadRequest(
-            "An Idempotency-Key is 1 to 255 printable ASCII characters."
-        )
+        raise http.BadRequest("An Idempotency-Key is 1 to 255 printable ASCII characters.")
     return key
 
 
@@ -57,8 +55,8 @@ def read_precondition() -> Precondition:
 
 
 def etags_in(header: ETags, include_weak: bool) -> list[str]:
-    # Werkzeug parses an empty ETag as None, and PostgreSQL refuses U+0000. No ETag of
-    # ours is either of them.
+    # Werkzeug parses an empty ETag as None, and PostgreSQL refuses U+0000. No ETag of ours is
+    # either of them.
     return [etag for etag in header.as_set(include_weak) if etag and "\0" not in etag]
 
 

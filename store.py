@@ -1,7 +1,7 @@
 """Projects and access tokens: what the service guarantees about them, and the rules.
 
-Threads and processes may share a database. When a method returns, what it wrote is on the
-disk, unless the database is in memory.
+Threads and processes may share a database. When a method returns, what it wrote is on the disk,
+unless the database is in memory.
 """
 
 import hashlib
@@ -94,9 +94,9 @@ ACCOUNT_NAMES = "(SELECT name FROM account UNION SELECT account FROM token) AS n
 class Store:
     """The rules, for any engine.
 
-    Any method may raise engines.base.Unavailable, and one that writes may raise
-    OutcomeUnknown. Each change checks and writes in one statement or transaction, so that no
-    other change comes between.
+    Any method may raise engines.base.Unavailable, and one that writes may raise OutcomeUnknown.
+    Each change checks and writes in one statement or transaction, so that no other change comes
+    between.
     """
 
     def __init__(
@@ -126,9 +126,7 @@ class Store:
         """Raises Unavailable if the database cannot be read now."""
         self.engine.check()
 
-    def create_project(
-        self, account: str, fields: Fields, key: str | None = None
-    ) -> Project:
+    def create_project(self, account: str, fields: Fields, key: str | None = None) -> Project:
         """Add a Project, or return the one that the account made with the same key.
 
         Raises AccountFull, KeyReused, KeySpent.
@@ -145,9 +143,7 @@ class Store:
             raise AccountFull(self._max_projects)
         return project
 
-    def _create_once(
-        self, account: str, id: str, columns: Columns, key: str
-    ) -> Project:
+    def _create_once(self, account: str, id: str, columns: Columns, key: str) -> Project:
         """Add the Project if its key is new. Otherwise return the one that has the key."""
         now = self._now()
         claim = {
@@ -171,9 +167,7 @@ class Store:
             )
             is_first, project = first_id == id, None
             if is_first:
-                project = connection.create_project(
-                    account, id, columns, now, self._max_projects
-                )
+                project = connection.create_project(account, id, columns, now, self._max_projects)
                 if project is None:
                     connection.rollback()  # the key stays free
                 else:
@@ -213,9 +207,7 @@ class Store:
             ),
         )
 
-    def delete_project(
-        self, account: str, id: str, condition: Precondition = ALWAYS
-    ) -> None:
+    def delete_project(self, account: str, id: str, condition: Precondition = ALWAYS) -> None:
         """Delete a Project and all that belongs to it. Raises NotFound, Stale."""
         self._change(
             account,
@@ -360,8 +352,8 @@ class Store:
                 ON CONFLICT (name) DO UPDATE SET list_revision = account.list_revision""",
                 "DELETE FROM project WHERE account = :name",
                 "DELETE FROM token WHERE account = :name",
-                # No deadlock with _create_once, which locks its key first: nobody can see a new
-                # key yet, and the holder of an old one waits for nothing.
+                # No deadlock with _create_once, which locks its key first: nobody can see a new key
+                # yet, and the holder of an old one waits for nothing.
                 "DELETE FROM idempotency_key WHERE account = :name",
                 "DELETE FROM account WHERE name = :name",
             ):
@@ -403,12 +395,10 @@ def as_columns(fields: Fields) -> dict[str, object]:
 def fingerprint_of(columns: Columns) -> bytes:
     """A SHA-256 digest of the fields, to compare requests with the same key.
 
-    It is the same in every release. So a field that came after 1.2.0 counts only if it is
-    not null, and the order of the fields never changes: new ones are last in FIELDS.
+    It is the same in every release. So a field that came after 1.2.0 counts only if it is not null,
+    and the order of the fields never changes: new ones are last in FIELDS.
     """
     compared = {
-        name: value
-        for name, value in columns.items()
-        if name in FIELDS_OF_1_2 or value is not None
+        name: value for name, value in columns.items() if name in FIELDS_OF_1_2 or value is not None
     }
     return hashlib.sha256(json.dumps(compared).encode()).digest()

@@ -37,9 +37,7 @@ def add_to(app: Flask, title: str) -> None:
     files = Path(flask_swagger_ui.__file__).with_name("dist")
     docs = Blueprint("docs", __name__, static_folder=files, static_url_path="/files")
     docs.add_url_rule("/", "page", lambda: HTML.format(title=title))
-    docs.add_url_rule(
-        "/start.js", "start", lambda: Response(START, mimetype="text/javascript")
-    )
+    docs.add_url_rule("/start.js", "start", lambda: Response(START, mimetype="text/javascript"))
     docs.after_request(add_policy)
     app.register_blueprint(docs, url_prefix="/docs")
     app.add_url_rule("/", "index", lambda: redirect("docs/"))

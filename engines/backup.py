@@ -19,8 +19,8 @@ from engines.sqlite import SQLite
 Stream = Generator[Any]
 # Takes the rows and their number. Returns the rows, and shows how many were taken.
 Progress = Callable[[Stream, int], Stream]
-# The columns of each table, in the order in which a restore fills them: `project` precedes
-# `part`, which refers to it.
+# The columns of each table, in the order in which a restore fills them: `project` precedes `part`,
+# which refers to it.
 COLUMNS = {
     "token": ("id", "account", "digest", "created_at", "expires_at"),
     "project": (*FIELDS, "account", "seq"),
@@ -154,18 +154,15 @@ def copy_file(path: str, to: str) -> None:
 def copy_rows(source: Engine, target: Engine, progress: Progress) -> None:
     """Copy the rows of every table, in one transaction on each side.
 
-    The Projects of each account are counted anew. The lists get new ETags, since something
-    other than the service may have written to the source. Raises Unavailable unless the
-    target is empty.
+    The Projects of each account are counted anew. The lists get new ETags, since something other
+    than the service may have written to the source. Raises Unavailable unless the target is empty.
     """
     # An error passes through `translate_error` of both engines, first of the target. If both are
     # SQLite, the target takes an error of the source for its own, and names its file. That is rare,
     # since `copy_file` has checked the source.
     with source.acquire() as reader, target.writer(COMMAND_TIMEOUT) as writer:
         reader.begin_snapshot()
-        is_empty = not any(
-            writer.fetch(f"SELECT 1 FROM {table} LIMIT 1", {}) for table in COLUMNS
-        )
+        is_empty = not any(writer.fetch(f"SELECT 1 FROM {table} LIMIT 1", {}) for table in COLUMNS)
         if is_empty:
             for table, columns in COLUMNS.items():
                 copy_table(reader, writer, table, columns, progress)

@@ -66,8 +66,8 @@ class Connection(ABC):
 
     # Those that return a Project return its id, its ETag and its document; or no row.
     GET: str
-    # The columns of a ProjectPage: Projects behind the seq :after, less the first :offset, at
-    # most :size.
+    # The columns of a ProjectPage: Projects behind the seq :after, less the first :offset, at most
+    # :size.
     LIST: str
     # The last statement returns the Project. One without a row ends it: the account is full.
     CREATE: tuple[str, ...]
@@ -84,9 +84,7 @@ class Connection(ABC):
         rows = self.fetch(self.GET, project_parameters(account, id))
         return Project(*rows[0]) if rows else None
 
-    def list_projects(
-        self, account: str, size: int, after: int, offset: int
-    ) -> ProjectPage:
+    def list_projects(self, account: str, size: int, after: int, offset: int) -> ProjectPage:
         page = {"account": account, "size": size, "after": after, "offset": offset}
         [row] = self.fetch(self.LIST, page)
         return ProjectPage(*row)
@@ -190,9 +188,9 @@ def change_parameters(account: str, id: str, condition: Precondition) -> Paramet
 class Breaker:
     """A circuit breaker: after a caller's timeout, others are refused for a while.
 
-    Closed, it lets everybody pass. It opens for PAUSE seconds, in which nobody passes. Then it
-    is half-open: one caller may try, and closes it unless that times out as well. If the caller
-    has no response after TRIAL_INTERVAL, one more may try.
+    Closed, it lets everybody pass. It opens for PAUSE seconds, in which nobody passes. Then it is
+    half-open: one caller may try, and closes it unless that times out as well. If the caller has no
+    response after TRIAL_INTERVAL, one more may try.
     """
 
     def __init__(self) -> None:
@@ -216,8 +214,8 @@ class Breaker:
 class Engine(ABC):
     """A database: its connections, and what their errors mean.
 
-    Idle connections are kept by process id, since after a fork the child may neither use nor
-    close those of its parent.
+    Idle connections are kept by process id, since after a fork the child may neither use nor close
+    those of its parent.
     """
 
     SCHEMA: str  # the name of the file with the tables
@@ -242,9 +240,7 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def translate_error(
-        self, error: BaseException, may_have_committed: bool
-    ) -> Unavailable | None:
+    def translate_error(self, error: BaseException, may_have_committed: bool) -> Unavailable | None:
         """The outage that an error means; None for a defect.
 
         It is OutcomeUnknown only if the change may have been committed.
@@ -265,8 +261,8 @@ class Engine(ABC):
     def open_database(self) -> bool:
         """Bring the database up to date, and create it only if it is the default one.
 
-        In place of one that a setting names, an empty database would hide a lost one, or a
-        path that is slightly wrong. Returns whether it was created. Raises Unavailable.
+        In place of one that a setting names, an empty database would hide a lost one, or a path
+        that is slightly wrong. Returns whether it was created. Raises Unavailable.
         """
         return self._first_use(creates=self.is_default)
 

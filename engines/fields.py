@@ -26,7 +26,5 @@ FIELDS = {
     "postal_code": Field(TEXT, CALLER),
     "location": Field(JSON, CALLER),
 }
-SETTABLE = {
-    name: field.type for name, field in FIELDS.items() if field.set_by == CALLER
-}
+SETTABLE = {name: field.type for name, field in FIELDS.items() if field.set_by == CALLER}
 READ_ONLY = [name for name, field in FIELDS.items() if field.set_by == SERVICE]

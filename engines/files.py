@@ -13,8 +13,8 @@ from engines.base import OutcomeUnknown, Unavailable
 
 POLL_INTERVAL = 0.0002  # seconds between two attempts to acquire an flock
 FileID = tuple[int, int] | None  # device and inode; None: no file was seen yet
-# The connections to database files, each by the process that opened it: of this process, and
-# those that a parent had open when it forked.
+# The connections to database files, each by the process that opened it: of this process, and those
+# that a parent had open when it forked.
 USERS: list[tuple[FileID, int]] = []
 
 
@@ -63,11 +63,11 @@ def sync(path: str) -> None:
 class DatabaseFile:
     """The file of a database: the one that has the name when this object is made.
 
-    If there is none, it is the first one that is seen there. SQLite would go on with a file
-    that was removed or replaced, and what it wrote there would be lost.
+    If there is none, it is the first one that is seen there. SQLite would go on with a file that
+    was removed or replaced, and what it wrote there would be lost.
 
-    Nothing here opens the database. Closing a file drops every POSIX lock that the process has
-    on it, SQLite's too. So this class asks os.stat.
+    Nothing here opens the database. Closing a file drops every POSIX lock that the process has on
+    it, SQLite's too. So this class asks os.stat.
     """
 
     def __init__(self, path: str, makes_folder: bool) -> None:
@@ -109,16 +109,14 @@ class DatabaseFile:
         id = found.st_dev, found.st_ino
         self._id = self._id or id
         if id != self._id:
-            raise outage(
-                f"the database file was replaced; restart the service: {self.path}"
-            )
+            raise outage(f"the database file was replaced; restart the service: {self.path}")
 
     def add_user(self) -> None:
         """Count a connection of this process.
 
         Raises Unavailable if this process was forked from one that had the file open. It has
-        inherited SQLite's record of the locks that are held there, but not the locks, so it
-        would take none for its own connections.
+        inherited SQLite's record of the locks that are held there, but not the locks, so it would
+        take none for its own connections.
         """
         if any(id == self._id and pid != os.getpid() for id, pid in list(USERS)):
             raise Unavailable(f"opened before this process forked: {self.path}")
@@ -131,8 +129,8 @@ class DatabaseFile:
     def lock(self, deadline: float) -> Iterator[None]:
         """Hold an flock on the file `-lock`, waiting until this time of time.monotonic().
 
-        Raises OSError; TimeoutError at the deadline; and Unavailable if the file has lost its
-        name, or OutcomeUnknown if that happened under the lock.
+        Raises OSError; TimeoutError at the deadline; and Unavailable if the file has lost its name,
+        or OutcomeUnknown if that happened under the lock.
         """
         self.check_identity()
         path = f"{self.target}-lock"

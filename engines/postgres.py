@@ -57,8 +57,8 @@ SELECT current_setting('server_encoding'), coalesce(
     WHERE table_schema = current_schema() AND table_type = 'BASE TABLE' LIMIT 1),
     {EMPTY})
 """
-# Whatever the server's defaults, writers of an account wait for each other instead of
-# failing, and a commit waits for the disk and the synchronous standby.
+# Whatever the server's defaults, writers of an account wait for each other instead of failing, and
+# a commit waits for the disk and the synchronous standby.
 SETTINGS = f"""
 SET statement_timeout = '{STATEMENT_TIMEOUT}s';
 SET lock_timeout = '{ROW_LOCK_TIMEOUT}s';
@@ -168,8 +168,8 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
     def cursors(self) -> defaultdict[str, psycopg.Cursor[tuple[Any, ...]]]:
         """A cursor for each statement.
 
-        It keeps what psycopg has found out about the columns. With another statement, it would
-        have to find that out again.
+        It keeps what psycopg has found out about the columns. With another statement, it would have
+        to find that out again.
         """
         return defaultdict(partial(self.cursor, binary=True))
 
@@ -228,9 +228,7 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
             if scripts:
                 self.require_coordinator()
                 self.set_timeouts(COMMAND_TIMEOUT)
-                mark = (
-                    f"COMMENT ON TABLE project IS '{MARK}{migrations.SCHEMA_VERSION}'"
-                )
+                mark = f"COMMENT ON TABLE project IS '{MARK}{migrations.SCHEMA_VERSION}'"
                 try:
                     self.execute(";".join([*scripts, mark]))
                 except psycopg.errors.DeadlockDetected as error:
@@ -310,9 +308,7 @@ class ClusterConnection(PostgreSQLConnection):
         [(found,)] = self.execute("SELECT citus_is_coordinator()")
         if not found:
             hint = "if it did that already, run citus.sql on it again"
-            raise Unavailable(
-                f"connect to the coordinator to change the tables; {hint}"
-            )
+            raise Unavailable(f"connect to the coordinator to change the tables; {hint}")
 
     def propagate_mark(self) -> None:
         """Tell the workers: Citus copies no comment. deploy/citus.sql has the same statement."""
@@ -351,9 +347,7 @@ class PostgreSQL(Engine):
         except (psycopg.Error, UnicodeError) as error:  # the latter for the host "a..b"
             # The error is that of the last host. Only the time shows that one was silent.
             is_silent = time.monotonic() - started >= CONNECT_TIMEOUT
-            raise (ServerTimeout if is_silent else Unavailable)(
-                one_line(error)
-            ) from error
+            raise (ServerTimeout if is_silent else Unavailable)(one_line(error)) from error
         connection.deadline = started + REQUEST_TIMEOUT
         try:
             connection.execute(SETTINGS)
@@ -371,9 +365,7 @@ class PostgreSQL(Engine):
     def is_timeout(self, error: BaseException) -> bool:
         return isinstance(error, ServerTimeout)
 
-    def translate_error(
-        self, error: BaseException, may_have_committed: bool
-    ) -> Unavailable | None:
+    def translate_error(self, error: BaseException, may_have_committed: bool) -> Unavailable | None:
         state = getattr(error, "sqlstate", None) or ""
         if is_lost(error):
             if not state:  # with one, it is another node of the cluster that was lost

@@ -162,8 +162,8 @@ class SQLite(Engine):
     def __init__(self, path: str, is_default: bool = False) -> None:
         """On the file at `path`; `:memory:` is a private database, which has its tables.
 
-        The folder of the default database is created along with it. Raises ValueError if
-        this Python's SQLite is too old.
+        The folder of the default database is created along with it. Raises ValueError if this
+        Python's SQLite is too old.
         """
         if sqlite3.sqlite_version_info < OLDEST_SQLITE:
             needed = ".".join(map(str, OLDEST_SQLITE))
@@ -218,8 +218,8 @@ class SQLite(Engine):
     def write_lock(self) -> Iterator[None]:
         """Two locks: one for the threads of this process, then one for all processes.
 
-        SQLite's own lock would starve writers: the longer one has waited, the less often it
-        asks again. Raises TimeoutError.
+        SQLite's own lock would starve writers: the longer one has waited, the less often it asks
+        again. Raises TimeoutError.
         """
         deadline = time.monotonic() + WRITE_LOCK_TIMEOUT
         if not self._thread_lock.acquire(timeout=WRITE_LOCK_TIMEOUT):
@@ -245,9 +245,7 @@ class SQLite(Engine):
         name = getattr(error, "sqlite_errorname", "")
         return name.startswith("SQLITE_BUSY") or isinstance(error, TimeoutError)
 
-    def translate_error(
-        self, error: BaseException, may_have_committed: bool
-    ) -> Unavailable | None:
+    def translate_error(self, error: BaseException, may_have_committed: bool) -> Unavailable | None:
         if isinstance(error, OSError):
             reason = error.strerror or str(error)
             return Unavailable(f"{reason}: {self.name}")

@@ -5,8 +5,8 @@ from wsgiref.validate import validator
 
 import pytest
 
-# Settings of a developer must not meet the tests, nor the tests a developer's database.
-# First, since the modules below copy the environment as they are imported.
+# Settings of a developer must not meet the tests, nor the tests a developer's database. First,
+# since the modules below copy the environment as they are imported.
 SETTINGS = (
     *("FLASK_", "GARDENING_", "GUNICORN_", "WEB_CONCURRENCY", "PG", "PYTHON"),
     *("PYTEST_ADDOPTS", "PY_COLORS", "FORCE_COLOR"),

@@ -93,9 +93,7 @@ MADE += [("If-None-Match", tag) for tag in [*OTHER_TAGS, '"*"']]
 
 # What each compares, and what it does to either engine, stands in test_store.py.
 @pytest.mark.parametrize("field, tag", REFUSED)
-def test_change_whose_condition_fails_is_refused(
-    client, project, project_url, field, tag
-):
+def test_change_whose_condition_fails_is_refused(client, project, project_url, field, tag):
     headers = {field: tag.format(quoted_etag(project))}
     for method in ("PUT", "DELETE"):
         response = client.open(project_url, method=method, json={}, headers=headers)
@@ -177,9 +175,7 @@ def test_unchanged_list_is_neither_read_nor_sent(client, project_url, plain_sql,
     assert changed.status_code == 200 and tag != old
     plain_sql.execute("UPDATE project SET location = '{'")  # which no document can hold
     # A trigger has changed the tag.
-    plain_sql.execute(
-        f"UPDATE account SET list_revision = '{tag.strip(chr(34)).split('-')[0]}'"
-    )
+    plain_sql.execute(f"UPDATE account SET list_revision = '{tag.strip(chr(34)).split('-')[0]}'")
     for known in (tag, f"W/{tag}", f'"x", {tag}', "*"):
         response = ask(known)
         assert (response.status_code, response.data) == (304, b"")
@@ -251,9 +247,7 @@ def test_duplicate_field_is_refused(client, project, project_url, body, name):
     assert client.get(project_url).json == project
 
 
-@pytest.mark.parametrize(
-    "coding, status", [("gzip", 415), ("x", 415), ("Identity", 201)]
-)
+@pytest.mark.parametrize("coding, status", [("gzip", 415), ("x", 415), ("Identity", 201)])
 def test_body_with_a_content_coding_is_refused(client, coding, status):
     headers = {"Content-Encoding": coding}
     response = client.post(PROJECTS, json={}, headers=headers)
@@ -363,9 +357,7 @@ def test_defect_shows_nothing_of_itself_but_in_the_log(client, plain_sql, caplog
     assert "Traceback" in caplog.text and "no such table" in caplog.text
 
 
-def test_outage_says_when_to_retry_and_ends(
-    client, project, project_url, foreign_lock, caplog
-):
+def test_outage_says_when_to_retry_and_ends(client, project, project_url, foreign_lock, caplog):
     with foreign_lock():
         response = client.put(project_url, json={"name": "Wood"})
         assert client.get(project_url).json == project
@@ -500,9 +492,7 @@ def test_database_in_memory_is_none_of_the_environment(monkeypatch):
         "postgres//u:Qz7wXk@127.0.0.1/db",
     ],
 )
-def test_setting_that_names_no_database_is_refused_without_its_password(
-    folder, setting
-):
+def test_setting_that_names_no_database_is_refused_without_its_password(folder, setting):
     forms = "the path of a file, or a URL that starts with postgresql://"
     with pytest.raises(ValueError) as refusal:
         create_app({"DATABASE": setting})
@@ -542,9 +532,7 @@ def test_empty_maximum_means_the_default(monkeypatch):
 
 @pytest.mark.parametrize("setting", ["0", "-1", "x", "1.5", "9" * 19, "１"])
 def test_maximum_that_is_no_positive_number_is_refused(monkeypatch, setting):
-    message = (
-        "GARDENING_MAX_PROJECTS must be a whole number, 1 or more, of up to 18 digits"
-    )
+    message = "GARDENING_MAX_PROJECTS must be a whole number, 1 or more, of up to 18 digits"
     monkeypatch.setenv("GARDENING_MAX_PROJECTS", setting)
     with pytest.raises(ValueError, match=re.escape(message)):
         create_app({"DATABASE": ":memory:"})

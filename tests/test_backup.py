@@ -66,9 +66,7 @@ def source(store, plain_sql):
         store.add_token("ann", digest(name), 30 if name == "two" else None)
     for id in (2, 4):
         store.revoke_token(id)
-    plain_sql.execute(
-        f"INSERT INTO part VALUES ('z1', '{first_id(store)}', 'zone', 'ann')"
-    )
+    plain_sql.execute(f"INSERT INTO part VALUES ('z1', '{first_id(store)}', 'zone', 'ann')")
     return store
 
 
@@ -113,9 +111,7 @@ def everything(store):
     return lists, store.list_tokens(), store.list_accounts()
 
 
-def test_restored_database_is_the_same_and_goes_on(
-    source, database, file, target, target_store
-):
+def test_restored_database_is_the_same_and_goes_on(source, database, file, target, target_store):
     assert run_command(database, "backup", file) == ""
     output = "Restored: accounts 2, Projects 19, tokens 2.\n"
     new = f"A new database: {target_store.engine.name}\n"
@@ -214,9 +210,7 @@ def test_backup_is_the_state_of_one_moment(store, file, tmp_path):
 
 
 @pytest.mark.parametrize("what", ["project", "token", "account"])
-def test_restore_into_a_filled_database_is_refused(
-    source, database, file, target_store, what
-):
+def test_restore_into_a_filled_database_is_refused(source, database, file, target_store, what):
     backup(source.engine, file)
     target_store.create_database()
     if what == "token":
@@ -300,9 +294,7 @@ def spoil(file, script):
 
 
 @pytest.mark.parametrize(("script", "reason"), FAULTS.values(), ids=FAULTS)
-def test_bad_backup_is_refused_in_one_line(
-    filled, target, target_store, tmp_path, script, reason
-):
+def test_bad_backup_is_refused_in_one_line(filled, target, target_store, tmp_path, script, reason):
     file = shutil.copy(filled, tmp_path)
     spoil(file, script)
     before = Path(file).read_bytes()
@@ -449,9 +441,7 @@ def test_restore_creates_the_folder_of_the_default_database(filled, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a#1.db", "odd ?%20&.db", "file:x?mode=rw", "grün"])
-def test_backup_may_have_any_name(
-    source, database, target, tmp_path, monkeypatch, name
-):
+def test_backup_may_have_any_name(source, database, target, tmp_path, monkeypatch, name):
     """Also one that is relative to the present folder."""
     monkeypatch.chdir(tmp_path)
     assert run_command(database, "backup", name) == ""
@@ -479,9 +469,7 @@ UPDATE account SET project_count = 7
 """
 
 
-def test_restore_counts_projects_anew_and_gives_no_seq_again(
-    filled, target_store, tmp_path
-):
+def test_restore_counts_projects_anew_and_gives_no_seq_again(filled, target_store, tmp_path):
     file = shutil.copy(filled, tmp_path)
     spoil(file, COUNTED_WRONG)
     restore(target_store.engine, file)
@@ -504,9 +492,7 @@ CREATE TRIGGER endless AFTER UPDATE ON account
 """
 
 
-@pytest.mark.parametrize(
-    "version", range(OLDEST, SCHEMA_VERSION + 1), ids="version-{}".format
-)
+@pytest.mark.parametrize("version", range(OLDEST, SCHEMA_VERSION + 1), ids="version-{}".format)
 def test_older_backup_is_brought_up_to_date_and_its_triggers_never_run(
     tmp_path, file, target, target_store, version
 ):

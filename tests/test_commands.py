@@ -56,9 +56,7 @@ MISSING = "^Error: (the copy to backup.db failed: )?(no database at .*|the datab
     ],
     ids=" ".join,
 )
-def test_command_creates_no_database_that_a_setting_names(
-    database, tmp_path, monkeypatch, words
-):
+def test_command_creates_no_database_that_a_setting_names(database, tmp_path, monkeypatch, words):
     monkeypatch.chdir(tmp_path)
     commands = create_app({"DATABASE": database}).test_cli_runner()
     for _ in range(2):  # as if the first refusal had created something
@@ -152,9 +150,7 @@ def test_invalid_account_name_is_refused(command, store, name):
     for words in (["token", "create", name], ["account", "delete", name, "--yes"]):
         result = command(*words)
         assert result.exit_code == 1
-        assert result.stderr.startswith(
-            "Error: An account name must be 1 to 255 printable"
-        )
+        assert result.stderr.startswith("Error: An account name must be 1 to 255 printable")
     assert store.list_accounts() == []
 
 
@@ -240,9 +236,7 @@ def shell(environment):
 
     def shell(words, status=0, **variables):
         script = f"{shlex.quote(str(BIN / 'flask'))} {words}"
-        return run(
-            *("sh", "-c", script), status=status, environment=environment | variables
-        )
+        return run(*("sh", "-c", script), status=status, environment=environment | variables)
 
     return shell
 
@@ -260,9 +254,7 @@ def test_full_device_is_one_line_and_hides_no_id(shell, store):
     assert len(store.list_tokens()) == 2
 
 
-def test_closed_stream_leaves_nothing_half_done(
-    shell, store, tmp_path, another_database
-):
+def test_closed_stream_leaves_nothing_half_done(shell, store, tmp_path, another_database):
     refused = shell("token create ann >&-", status=1)
     assert refused.stderr == "Error: standard output is closed\n"
     assert store.list_tokens() == []

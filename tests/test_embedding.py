@@ -98,9 +98,7 @@ def test_fixture_of_a_test_works_on_its_own_account(gardening, gardening_service
     assert gardening.headers == {"Authorization": f"Bearer {gardening.token}"}
 
 
-def test_fixtures_plan_failures_have_the_requests_and_revoke(
-    gardening, gardening_service
-):
+def test_fixtures_plan_failures_have_the_requests_and_revoke(gardening, gardening_service):
     """The fixture of a test does so with its own token, that of the service with any."""
     token = gardening.issue_token(fail=["502"])
     gardening_service.plan(token, ("429", "504"))

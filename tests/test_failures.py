@@ -61,9 +61,7 @@ def test_only_a_write_has_an_unknown_outcome(failing, method, kind):
     assert json.loads(content)["type"] == kind
 
 
-def test_slow_request_makes_its_change_after_the_seconds_of_its_plan(
-    failing, gardening_service
-):
+def test_slow_request_makes_its_change_after_the_seconds_of_its_plan(failing, gardening_service):
     """So a client that gives up and looks sees nothing yet."""
     client, other = failing("slow:2")
     token = client.authorization["Authorization"].removeprefix("Bearer ")
@@ -78,9 +76,7 @@ def test_slow_request_makes_its_change_after_the_seconds_of_its_plan(
 
 
 @pytest.mark.parametrize("failure", UNKNOWN, ids=str)
-def test_unknown_failure_is_an_error_that_names_the_known_ones(
-    gardening_service, failure
-):
+def test_unknown_failure_is_an_error_that_names_the_known_ones(gardening_service, failure):
     with pytest.raises(ValueError, match="is not one of") as raised:
         gardening_service.issue_token(fail=["lost", failure])
     [message] = raised.value.args[0]["fail"]["1"]

@@ -68,9 +68,7 @@ def test_environment_sets_the_address_and_the_number_of_workers(environment):
 def test_number_of_workers_is_not_0(environment):
     environment |= {"WEB_CONCURRENCY": "0"}
     refused = run(BIN / "gunicorn", environment=environment, status=1)
-    assert refused.stderr == (
-        "Error: WEB_CONCURRENCY must be a whole number, 1 or more\n"
-    )
+    assert refused.stderr == ("Error: WEB_CONCURRENCY must be a whole number, 1 or more\n")
 
 
 def test_prefix_does_not_come_from_a_header(environment, token):
@@ -101,9 +99,10 @@ def shared(tmp_path_factory):
     logs = folder / "access.log", folder / "error.log"
     with (
         logs[0].open("wb") as stdout,
-        gunicorn(
-            environment_of(database), f"--error-logfile={logs[1]}", stdout=stdout
-        ) as (_, port),
+        gunicorn(environment_of(database), f"--error-logfile={logs[1]}", stdout=stdout) as (
+            _,
+            port,
+        ),
     ):
         yield Shared(port, database, *logs)
 
@@ -186,9 +185,7 @@ def send(connection, method, path, headers, size, chunked):
 def receive(stream):
     """The status and the headers of a response, whose body is read."""
     status = int(stream.readline().split()[1])
-    headers = dict(
-        line.decode().rstrip().split(": ") for line in iter(stream.readline, b"\r\n")
-    )
+    headers = dict(line.decode().rstrip().split(": ") for line in iter(stream.readline, b"\r\n"))
     stream.read(int(headers.get("Content-Length", 0)))
     return status, headers
 
@@ -222,9 +219,7 @@ class Timed(NamedTuple):
     seconds: float
 
 
-def test_stuck_writer_holds_up_neither_writers_nor_readers_for_long(
-    environment, database
-):
+def test_stuck_writer_holds_up_neither_writers_nor_readers_for_long(environment, database):
     """2 processes of 2 threads, 8 writers and 2 readers, and the queue is held."""
 
     def timed(method, body=None):

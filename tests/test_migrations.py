@@ -22,9 +22,7 @@ def older(request, plain_sql):
 
 
 def projects(plain_sql):
-    columns = (
-        "id, account, seq, name, created_at, updated_at, version, postal_code, location"
-    )
+    columns = "id, account, seq, name, created_at, updated_at, version, postal_code, location"
     rows = plain_sql.execute(f"SELECT {columns} FROM project ORDER BY account, seq")
     return rows.fetchall()
 

@@ -13,8 +13,8 @@ from helpers.running import PROJECTS, ROOT
 from reading import MAX_BODY
 from store import DAY, KEY_LIFETIME, MAX_PROJECTS
 
-# What is described of hello-service, which answers any method: more would only
-# bloat the generated clients.
+# What is described of hello-service, which answers any method: more would only bloat the generated
+# clients.
 GREETED = {"get", "put"}
 KEY = API["components"]["parameters"]["IdempotencyKey"]["schema"]
 
@@ -34,9 +34,7 @@ def test_every_route_and_method_is_described_and_nothing_else(app):
         if rule.rule != "/" and not rule.rule.startswith("/docs")  # pages for people
     }
     described = {
-        (path, method)
-        for path, item in API["paths"].items()
-        for method in every & set(item)
+        (path, method) for path, item in API["paths"].items() for method in every & set(item)
     }
     # HEAD is GET without the body (RFC 9110 9.3.2): it is no operation of its own.
     heads = {(path, "head") for path, method in described if method == "get"}
@@ -80,9 +78,7 @@ def test_protected_routes_are_described_as_such():
 
 def test_pages_state_the_limits_of_the_code():
     fields, size = schemas.PROJECT.fields, schemas.PAGE.fields["size"]
-    name, postal_code = (
-        f"{fields[name].validators[0].max:,}" for name in ("name", "postal_code")
-    )
+    name, postal_code = (f"{fields[name].validators[0].max:,}" for name in ("name", "postal_code"))
     body = f"{MAX_BODY // 1024} KiB"
     page = " ".join((ROOT / "docs/api.md").read_text().split())
     for stated in (
@@ -177,9 +173,7 @@ def test_described_fields_match_the_schemas():
 
 @pytest.mark.parametrize("name", schemas.PAGE.fields)
 def test_description_and_schema_accept_the_same_query(name):
-    described = validator(
-        resolve({"$ref": f"#/components/parameters/{name}"})["schema"]
-    )
+    described = validator(resolve({"$ref": f"#/components/parameters/{name}"})["schema"])
     for value in (-1, 0, 1, 20, 1000, 1001, 2**53 - 1, 2**53):
         errors = schemas.PAGE.validate({name: str(value)})
         assert described.is_valid(value) == (not errors)

@@ -134,9 +134,7 @@ def test_second_use_in_a_process_loses_no_acknowledged_write(database):
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
 
 
-def test_worker_that_starts_without_the_file_says_so_and_creates_none(
-    environment, token, database
-):
+def test_worker_that_starts_without_the_file_says_so_and_creates_none(environment, token, database):
     with gunicorn(environment) as (process, port):
 
         def status():

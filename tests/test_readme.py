@@ -44,9 +44,7 @@ def test_every_command_is_on_the_readme_with_its_help(commands):
         if command.hidden:
             continue
         arguments = [
-            each.name.upper()
-            for each in command.params
-            if isinstance(each, click.Argument)
+            each.name.upper() for each in command.params if isinstance(each, click.Argument)
         ]
         summary = inspect.cleandoc(command.help).partition("\n\n")[0]
         expected.add((" ".join([name, *arguments]), summary.replace("\n", " ")))
@@ -95,8 +93,7 @@ def test_links_lead_to_files():
             if heading:
                 headings = re.findall(r"(?m)^#+ (.*)$", target.read_text())
                 anchors = [
-                    re.sub(r"[^\w -]", "", each).lower().replace(" ", "-")
-                    for each in headings
+                    re.sub(r"[^\w -]", "", each).lower().replace(" ", "-") for each in headings
                 ]
                 assert heading in anchors, f"{page}: {link}"
 

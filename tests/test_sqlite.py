@@ -176,9 +176,7 @@ def test_python_whose_sqlite_is_too_old_is_refused(monkeypatch):
 def test_wal_without_its_database_is_not_thrown_away(database, name):
     Path(f"{database}-wal").write_text("acknowledged")
     Path(database).with_name("link.db").symlink_to(database)
-    with pytest.raises(
-        Unavailable, match="has no database beside it; move it away first$"
-    ):
+    with pytest.raises(Unavailable, match="has no database beside it; move it away first$"):
         SQLite(str(Path(database).with_name(name))).create_database()
     assert Path(f"{database}-wal").read_text() == "acknowledged"
     assert not os.path.exists(database)
@@ -215,9 +213,7 @@ def test_replaced_file_is_not_used_until_a_restart(
     assert listed(open_store()) == [read(park)]
 
 
-def test_write_that_met_the_removal_of_its_file_is_in_doubt(
-    store, park, database, foreign_lock
-):
+def test_write_that_met_the_removal_of_its_file_is_in_doubt(store, park, database, foreign_lock):
     def is_sent():
         frames = sys._current_frames().values()
         return SQLiteConnection.fetch.__code__ in [frame.f_code for frame in frames]
@@ -267,9 +263,7 @@ def test_process_that_is_forked_during_a_write_holds_nobody_up(park, database):
     assert attempt(database, script) == ""
 
 
-def test_stuck_queue_is_waited_for_once_and_then_looked_at(
-    store, park, database, open_store
-):
+def test_stuck_queue_is_waited_for_once_and_then_looked_at(store, park, database, open_store):
     newcomer = open_store()
     with hold_queue(database):
         for each in at_once(lambda _: refusal(store), 3):

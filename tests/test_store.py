@@ -128,9 +128,7 @@ def test_updated_at_follows_the_clock_but_never_back(open_store):
 
 def condition_for(project, *etags):
     """If-Match and If-None-Match, with the Project's ETag in the place of {}."""
-    return Precondition(
-        *(each and [etag.format(project.etag) for etag in each] for each in etags)
-    )
+    return Precondition(*(each and [etag.format(project.etag) for etag in each] for each in etags))
 
 
 REFUSED = [(etags, []) for etags in (["1"], [], ["0{}"], ["{} "], ["x", "0"])]
@@ -176,9 +174,7 @@ def test_key_with_other_fields_is_refused(store, fields):
 def test_digest_of_a_key_is_the_same_in_every_release(store, plain_sql):
     store.create_project("ann", {"name": "Park"}, key="k")
     store.create_project("ann", {})
-    [row] = plain_sql.execute(
-        "SELECT account, key, fingerprint FROM idempotency_key"
-    ).fetchall()
+    [row] = plain_sql.execute("SELECT account, key, fingerprint FROM idempotency_key").fetchall()
     text = b'{"name": "Park", "postal_code": null, "location": null}'
     assert row[:2] == ("ann", "k")
     assert bytes(row[2]) == hashlib.sha256(text).digest()
@@ -382,9 +378,7 @@ def test_full_account_holds_just_its_limit_after_concurrent_writes(store):
         made = 0
         for each in range(8):
             with suppress(AccountFull):
-                small.create_project(
-                    "ann", {}, f"{number}-{each}" if each % 2 else None
-                )
+                small.create_project("ann", {}, f"{number}-{each}" if each % 2 else None)
                 made += 1
         return made
 
@@ -567,9 +561,7 @@ def test_one_of_many_conditional_updates_wins(store):
     park = store.create_project("ann", {})
 
     def update(_):
-        return read(
-            store.update_project("ann", park.id, {}, Precondition([park.etag]))
-        )["version"]
+        return read(store.update_project("ann", park.id, {}, Precondition([park.etag])))["version"]
 
     results = at_once(update, 16, errors=Stale)
     assert results.count(2) == 1
@@ -624,9 +616,7 @@ def test_fork_takes_no_connection_along(store, database, plain_sql):
     assert len(listed(store)) == (2 if is_sqlite(plain_sql) else 4)
 
 
-def test_fork_after_the_last_connection_was_closed_may_use_the_database(
-    store, database
-):
+def test_fork_after_the_last_connection_was_closed_may_use_the_database(store, database):
     run(sys.executable, "-c", CLOSED, database, environment=WITH_RIGS)
     assert len(listed(store)) == 3
 

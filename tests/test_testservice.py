@@ -215,9 +215,7 @@ def test_broken_body_is_a_request_like_any_other(gardening, body):
     for _ in range(2):
         with connect(gardening.url) as client:
             client.connect()
-            client.sock.sendall(
-                f"{head}\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
-            )
+            client.sock.sendall(f"{head}\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
             client.sock.sendall(body)
             client.sock.shutdown(socket.SHUT_WR)
             received = client.sock.makefile("rb").read()
@@ -229,10 +227,7 @@ def test_broken_body_is_a_request_like_any_other(gardening, body):
 
 def test_journal_has_of_a_long_body_what_the_service_reads(gardening):
     with connect(gardening.url, gardening.token) as client:
-        assert (
-            client.fetch("POST", PROJECTS, bytes(200_000), **{"Content-Type": JSON})[0]
-            == 413
-        )
+        assert client.fetch("POST", PROJECTS, bytes(200_000), **{"Content-Type": JSON})[0] == 413
     assert len(gardening.requests[0]["body"]) == 65_537
 
 

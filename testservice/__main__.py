@@ -1,13 +1,13 @@
 """Runs the Gardening Project Service for tests, with its data in memory.
 
-Prints {"url": ..., "token": ...} on one line once the service responds; the token is for
-a new account. POST /test/tokens issues more, for example with the body
-{"account": "ann", "expired": false, "fail": ["lost", "429"]}; every field is optional.
-GET /test/tokens/TOKEN shows what is left of its plan and the requests that came with it, PUT
-with {"fail": [...]} replaces the plan, and DELETE revokes the token.
+Prints {"url": ..., "token": ...} on one line once the service responds; the token is for a new
+account. POST /test/tokens issues more, for example with the body {"account": "ann", "expired":
+false, "fail": ["lost", "429"]}; every field is optional. GET /test/tokens/TOKEN shows what is left
+of its plan and the requests that came with it, PUT with {"fail": [...]} replaces the plan, and
+DELETE revokes the token.
 
-Ends on SIGTERM or SIGINT, or when its standard input closes, which must be open at the start.
-An input that is not a pipe, a socket or a terminal, such as /dev/null, never ends it.
+Ends on SIGTERM or SIGINT, or when its standard input closes, which must be open at the start. An
+input that is not a pipe, a socket or a terminal, such as /dev/null, never ends it.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """The service with planned failures, a journal, and the paths under /test/.
 
-A plan belongs to a token: its next requests fail as the plan says. The service's own
-errors are raised in the store, as in production. 429, 502 and 504 are nginx's, as
-deploy/nginx.conf words them. The journal of a token has the requests that came with it.
+A plan belongs to a token: its next requests fail as the plan says. The service's own errors are
+raised in the store, as in production. 429, 502 and 504 are nginx's, as deploy/nginx.conf words
+them. The journal of a token has the requests that came with it.
 """
 
 import errno
@@ -115,9 +115,7 @@ class FailingService:
         self._app.put("/test/tokens/<token>")(self.update_token)
         self._app.delete("/test/tokens/<token>")(self.delete_token)
 
-    def __call__(
-        self, environ: WSGIEnvironment, start_response: StartResponse
-    ) -> Iterable[bytes]:
+    def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         failure = Failure()
         issued = self._issued.get(bearer_token(environ.get("HTTP_AUTHORIZATION", "")))
         if issued and not environ["PATH_INFO"].startswith("/test/"):

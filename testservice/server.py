@@ -25,9 +25,7 @@ from testservice.failures import FailingService
 SETTINGS = Path(__file__).parent.parent / "gunicorn.conf.py"
 # What a worker asks for, but does not use without a main process.
 FROM_MAIN_PROCESS: dict[str, Any] = {"age": 0, "ppid": 0, "timeout": 0, "app": None}
-INPUT_IS_CLOSED = (
-    "the input is closed: add < /dev/null, and end the service by a signal"
-)
+INPUT_IS_CLOSED = "the input is closed: add < /dev/null, and end the service by a signal"
 
 
 class Server(ThreadWorker):

@@ -15,9 +15,7 @@ from test_backup import (
 def pair(request, postgresql, tmp_path):
     """The database to back up, and the one to fill."""
     file = str(tmp_path / "gardening.db")
-    return (
-        (file, postgresql) if request.param == "to PostgreSQL" else (postgresql, file)
-    )
+    return (file, postgresql) if request.param == "to PostgreSQL" else (postgresql, file)
 
 
 @pytest.fixture

@@ -30,9 +30,7 @@ def test_terminal_shows_how_far_a_backup_is(store, filled, database, file):
     assert "61/61" in printed_on_a_terminal(database, "backup", file, status=0)
 
 
-def test_silence_of_the_server_is_not_blamed_on_the_file(
-    store, pgserver, database, file
-):
+def test_silence_of_the_server_is_not_blamed_on_the_file(store, pgserver, database, file):
     store.check()  # over the connection that the backup takes
     output = f"the copy to {file} failed: no response before the deadline"
     with silence(pgserver, database), pytest.raises(Unavailable, match=f"^{output}$"):

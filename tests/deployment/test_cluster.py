@@ -116,8 +116,7 @@ def responses(client):
     """Status and text of each, without what differs from call to call."""
     varying = r"[0-9a-f]{24}|\b1\d{12}\b|after=\d+"
     return [
-        (response.status_code, re.sub(varying, "…", response.text))
-        for response in call_all(client)
+        (response.status_code, re.sub(varying, "…", response.text)) for response in call_all(client)
     ]
 
 
@@ -132,9 +131,7 @@ def counted(url):
     return row
 
 
-def test_responses_are_alike_at_every_node_and_calls_go_to_one(
-    nodes, database, client_at
-):
+def test_responses_are_alike_at_every_node_and_calls_go_to_one(nodes, database, client_at):
     """Often enough for psycopg, and then PostgreSQL, to prepare each statement."""
     expected = responses(client_at(database))
     for url in nodes:
@@ -269,9 +266,7 @@ def test_filled_database_is_spread_and_moves_to_either_engine(cluster, tmp_path)
             restore(store.engine, file)
     for url in (urls[1], str(tmp_path / "gardening.db"), new[0], new[1]):
         with closing(store_on(url)) as store:
-            documents = [
-                store.list_projects(each).document for each in ("ann", "bob é")
-            ]
+            documents = [store.list_projects(each).document for each in ("ann", "bob é")]
             lists = [json.loads(document) for document in documents]
             found.append((lists, store.list_accounts(), store.list_tokens()))
             made = store.create_project("ann", {})

@@ -109,9 +109,7 @@ def in_volume(volume, block):
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
-def test_backup_of_a_container_is_restored_in_a_volume(
-    environment, database, tmp_path, is_lost
-):
+def test_backup_of_a_container_is_restored_in_a_volume(environment, database, tmp_path, is_lost):
     volume, copy = Path(database).parent, tmp_path / "copy"
     backup, restore = blocks(PAGE, "Backup and restore")
     environment["PATH"] = f"{BIN}:{environment['PATH']}"

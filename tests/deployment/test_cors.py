@@ -38,9 +38,7 @@ def names_in(headers, name):
     return set(filter(None, (headers[name] or "").split(", ")))
 
 
-@pytest.mark.parametrize(
-    "path", [PROJECTS, "/garden" + PROJECTS, "/api/v1/hello-service"]
-)
+@pytest.mark.parametrize("path", [PROJECTS, "/garden" + PROJECTS, "/api/v1/hello-service"])
 def test_preflight_of_a_named_origin_succeeds(tls_client, path):
     status, headers, content = preflight(tls_client, path, NAMED)
     assert (status, content) == (204, b"")

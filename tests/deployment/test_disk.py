@@ -93,9 +93,7 @@ def test_backup_is_on_the_disk_before_it_has_its_name(store, database, file, tmp
     # Before the names, linkat has the folder that a relative one would start from.
     names = r"(fsync|link).*?(?:\"|\(\d+<)[^\">]*/([^\">]+)"
     made = re.findall(names, (tmp_path / "calls").read_text())
-    made = [
-        (call, re.sub("gardening-.*partial", "partial", name)) for call, name in made
-    ]
+    made = [(call, re.sub("gardening-.*partial", "partial", name)) for call, name in made]
     assert made == [("fsync", "partial"), ("link", "partial"), ("fsync", tmp_path.name)]
 
 

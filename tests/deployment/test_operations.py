@@ -21,9 +21,7 @@ SERVERS = "docs/servers.md"
 LITESTREAM = "docs/litestream.md"
 POSTGRESQL = "docs/postgresql.md"
 DEPLOY = ROOT / "deploy"
-CLUSTER = next(
-    Path("/usr/lib/postgresql").glob("*/bin"), Path("/usr/lib/postgresql/bin")
-)
+CLUSTER = next(Path("/usr/lib/postgresql").glob("*/bin"), Path("/usr/lib/postgresql/bin"))
 DATABASE = "/var/lib/gardening/gardening.db"
 BACKUPS = "/var/backups/gardening"
 NOW = "date -u +%Y-%m-%dT%H%M%SZ.db"  # how a backup is named
@@ -169,9 +167,7 @@ def test_first_token_is_one_of_the_service(machine):
     assert curl_through_the_proxy(machine, PROJECTS, token=token)[0] == 200
 
 
-@pytest.mark.parametrize(
-    "unit", sorted(DEPLOY.glob("*.service")), ids=attrgetter("name")
-)
+@pytest.mark.parametrize("unit", sorted(DEPLOY.glob("*.service")), ids=attrgetter("name"))
 def test_unit_has_few_rights_and_keeps_its_data_to_itself(unit):
     command = ["systemd-analyze", "security", "--offline=true", unit]
     [exposure] = re.findall(r"exposure level for \S+: ([\d.]+)", run(*command).stdout)
@@ -262,8 +258,7 @@ def kill_worker(machine):
     wait_for(lambda: killed not in (left := workers(machine)) and left)
 
 
-# The last lines of releases. The first cannot be loaded; the second can, but not use the
-# database.
+# The last lines of releases. The first cannot be loaded; the second can, but not use the database.
 BROKEN = [
     "import nothing_of_this_name",
     "Store.check = lambda self: no_such_layout()",
@@ -297,9 +292,7 @@ def test_failed_upgrade_names_the_command_that_goes_back(machine, empty_account,
         machine.paste(upgrade_later(), status=1)
         assert workers(machine) == old
         add_project(machine, empty_account, "meanwhile")
-    assert re.findall("no[a-z_]{8,}", line)[0] in machine.paste(
-        "journalctl -u gardening -n 200"
-    )
+    assert re.findall("no[a-z_]{8,}", line)[0] in machine.paste("journalctl -u gardening -n 200")
     paste_twice(machine, back)
     assert (installed_release(machine), main_pid(machine)) == (before, started)
     kill_worker(machine)
@@ -332,9 +325,7 @@ def test_changed_unit_is_installed_and_in_effect(machine):
     assert main_pid(machine) == restarted != changed != started
 
 
-def test_install_waits_where_the_setting_is_as_systemd_reads_it(
-    machine, saved_settings
-):
+def test_install_waits_where_the_setting_is_as_systemd_reads_it(machine, saved_settings):
     address = 'GARDENING_BIND=127.0.0.1:1\nGARDENING_BIND = "unix:/var/lib/gardening/socket" \r\n'
     machine.paste("cat >> /etc/gardening.env", input=address)
     machine.paste("systemctl restart gardening && /opt/gardening/deploy/install")
@@ -360,9 +351,7 @@ database.close()
 """
 
 
-def test_older_release_after_a_newer_one_needs_the_backup(
-    machine, no_backups, empty_account
-):
+def test_older_release_after_a_newer_one_needs_the_backup(machine, no_backups, empty_account):
     add_project(machine, empty_account, "Park")
     before = installed_release(machine)
     machine.paste("cat > /run/raising.py", input=RAISING)
@@ -386,9 +375,7 @@ def restore_later():
     return f"sleep 1.1\n{RESTORE}"
 
 
-def test_newest_dated_backup_is_restored_which_can_be_undone(
-    machine, no_backups, empty_account
-):
+def test_newest_dated_backup_is_restored_which_can_be_undone(machine, no_backups, empty_account):
     add_project(machine, empty_account, "kept")
     machine.paste("systemctl start gardening-backup")
     machine.paste(f"cd {BACKUPS} && gardening backup manual.db")
@@ -411,9 +398,7 @@ REFUSED = {  # by what creates the backup: what is said of it
 }
 
 
-@pytest.mark.parametrize(
-    "creation, words", REFUSED.items(), ids=["none", "of root", "nonsense"]
-)
+@pytest.mark.parametrize("creation, words", REFUSED.items(), ids=["none", "of root", "nonsense"])
 def test_refused_restore_is_undone(machine, no_backups, empty_account, creation, words):
     add_project(machine, empty_account, "Park")
     machine.paste(creation)
@@ -450,9 +435,7 @@ def test_restore_that_is_cut_off_leaves_the_old_folder_or_a_whole_database(
     assert names(machine, empty_account) == ["Park", "Wood"]
 
 
-def test_newest_14_backups_are_kept_and_all_of_them_after_a_failure(
-    machine, no_backups
-):
+def test_newest_14_backups_are_kept_and_all_of_them_after_a_failure(machine, no_backups):
     machine.paste(f"cd {BACKUPS} && touch mine.db 2020-01-{{10..30}}T030000Z.db")
     machine.paste("mv /opt/gardening/app.py /tmp/")
     try:
@@ -616,9 +599,7 @@ def test_copy_of_litestream_loses_a_second_at_most(machine, empty_account, lites
         "systemctl kill --signal=KILL gardening-litestream;"
         "systemctl stop gardening-litestream gardening"
     )
-    moment, killed, *times = machine.paste(
-        "cat /tmp/moment /tmp/killed /tmp/acknowledged"
-    ).split()
+    moment, killed, *times = machine.paste("cat /tmp/moment /tmp/killed /tmp/acknowledged").split()
     safe = [time for time in times if float(time) < float(killed) - 1]
     assert safe
 
@@ -671,9 +652,7 @@ def test_projects_move_to_postgresql_and_back(machine, empty_account, saved_sett
     create_database, store_password = blocks(POSTGRESQL, "Set up")
     backup, restore = blocks(POSTGRESQL, "Move from a file, and back")
     version = CLUSTER.parent.name
-    machine.paste(
-        f"pg_dropcluster --stop {version} main 2>/dev/null; systemctl start dbus"
-    )
+    machine.paste(f"pg_dropcluster --stop {version} main 2>/dev/null; systemctl start dbus")
     machine.paste(f"pg_createcluster {version} main --start")
     machine.paste(create_database, input="secret\nsecret\n")
     machine.paste(store_password, input="*:5432:gardening:gardening:secret\n")

@@ -89,8 +89,7 @@ def test_first_call_and_tokens_print_what_the_readme_says(clone):
             expected = "".join(blocks("README.md", heading, "text"))
             # The service ends no document with a line feed.
             found, expected = (
-                without_what_varies(text).replace("\n", "")
-                for text in (printed, expected)
+                without_what_varies(text).replace("\n", "") for text in (printed, expected)
             )
             assert found == expected
         listed = run(BIN / "flask", "token", "list", folder=clone).stdout
@@ -117,9 +116,7 @@ ON_THE_PAGE = ".venv/bin/pip install requests && .venv/bin/python client.py"
 def test_client_prints_what_the_page_says(tmp_path, gardening, language, command):
     """All Projects of two pages, and one of its own, though a response is lost."""
     heading = "A client in 25 lines"
-    [program], [script] = (
-        blocks("docs/api.md", heading, each) for each in (language, "sh")
-    )
+    [program], [script] = (blocks("docs/api.md", heading, each) for each in (language, "sh"))
     (tmp_path / command.split()[-1]).write_text(program)
     (tmp_path / ".venv").symlink_to(BIN.parent)
     for _ in range(100):

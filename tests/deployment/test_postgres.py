@@ -79,13 +79,10 @@ def test_servers_give_the_documents_of_sqlite(binaries, another_database, open_s
 
     with start_pgserver(binaries, fsync="off") as old_or_new:
         database = old_or_new.create_database()
-        stores = [
-            open_store(each, lambda: now) for each in (database, another_database)
-        ]
+        stores = [open_store(each, lambda: now) for each in (database, another_database)]
         for now in range(1_800_000_000, 1_800_000_008):
             of_postgresql, of_sqlite = (
-                [re.sub("[0-9a-f]{24}", "ID", str(each)) for each in use(store)]
-                for store in stores
+                [re.sub("[0-9a-f]{24}", "ID", str(each)) for each in use(store)] for store in stores
             )
             assert of_postgresql == of_sqlite
 
@@ -207,9 +204,7 @@ def test_stopped_server_holds_nobody_up(database, pgserver, open_store):
 
 
 @pytest.mark.parametrize("table", ["pg_extension", "token"])
-def test_first_use_of_a_server_that_falls_silent_is_given_up(
-    database, pgserver, plain_sql, table
-):
+def test_first_use_of_a_server_that_falls_silent_is_given_up(database, pgserver, plain_sql, table):
     """Before an upgrade, or after it, which may take longer than a request."""
     create_old_schema(plain_sql)
     with psycopg.connect(database) as other, ThreadPoolExecutor() as pool:
@@ -257,9 +252,7 @@ def test_connections_keep_themselves_alive(database, query, idle):
         assert options["keepalives_interval"] == "10"
 
 
-def test_command_may_take_longer_than_a_request(
-    database, open_store, plain_sql, tmp_path
-):
+def test_command_may_take_longer_than_a_request(database, open_store, plain_sql, tmp_path):
     @contextmanager
     def account_locked():
         """By another program, for longer than a request waits."""
@@ -323,9 +316,7 @@ def test_deletion_of_an_account_takes_along_what_is_being_made(database, store, 
     assert execute(database, "SELECT id FROM project") == []
 
 
-def test_upgrade_that_meets_an_older_release_says_to_stop_it(
-    database, open_store, plain_sql
-):
+def test_upgrade_that_meets_an_older_release_says_to_stop_it(database, open_store, plain_sql):
     create_old_schema(plain_sql)
     # Whoever waits for this long first ends the deadlock: the upgrade, however slow the machine.
     name = database.rpartition("/")[2]

@@ -175,9 +175,7 @@ def test_http_leads_to_https(proxy):
         ("POST", PROJECTS, {"Transfer_Encoding": "gzip"}, 501),
     ],
 )
-def test_refusal_of_nginx_is_a_problem_document(
-    tls_client, method, path, headers, status
-):
+def test_refusal_of_nginx_is_a_problem_document(tls_client, method, path, headers, status):
     response = tls_client.fetch(method, path, **headers)
     assert_problem(response, status)
     assert "Retry-After" not in response[1]
@@ -236,8 +234,7 @@ def test_errors_of_the_service_pass_unchanged(tls_client, service, account):
     with Client(service.port, account) as direct:
         for call in asked:
             passed, sent = (
-                each.fetch(*call, Content_Type="application/json")
-                for each in (tls_client, direct)
+                each.fetch(*call, Content_Type="application/json") for each in (tls_client, direct)
             )
             assert passed[::2] == sent[::2]
             for name in ("Content-Type", "Allow", "Retry-After"):
@@ -250,9 +247,7 @@ ODD_PATHS = "/a%2Fb /a%20b /a%0D%0AX-Forged:%20x /a%250A /a%3Fpage=1 /a%23b /a%F
 ODD_PATHS += " /a%00 /%2e%2e/%2E%2E //a /./a /../../../../../a /a;b=c /%zz /%"
 
 
-@pytest.mark.parametrize(
-    "prefix", ["", "/garden", "//garden", "/./garden", "/%67arden"]
-)
+@pytest.mark.parametrize("prefix", ["", "/garden", "//garden", "/./garden", "/%67arden"])
 def test_odd_path_gets_a_problem_document(tls_client, prefix):
     for rest in ODD_PATHS.split():
         response = tls_client.fetch("GET", prefix + PROJECTS + rest)
@@ -272,8 +267,7 @@ def long_project(tls_client):
 def test_long_list_is_compressed_and_its_etag_known(tls_client, long_project, prefix):
     for path, expected in {
         PROJECTS: [long_project],
-        f"{PROJECTS}?page=0": {"projectList": [long_project], "page": 0, "size": 20}
-        | {"total": 1},
+        f"{PROJECTS}?page=0": {"projectList": [long_project], "page": 0, "size": 20} | {"total": 1},
     }.items():
         accepted = {"Accept_Encoding": "gzip"}
         status, headers, content = tls_client.fetch("GET", prefix + path, **accepted)
@@ -320,12 +314,8 @@ def test_only_what_is_long_is_compressed(tls_client, path, encoding):
 
 @PREFIXES
 @pytest.mark.parametrize("path, status", [(PROJECTS, 200), ("/%7Ex", 404)])
-def test_response_has_the_id_that_both_logs_have(
-    tls_client, proxy, service, prefix, path, status
-):
-    found, headers, _ = tls_client.fetch(
-        "GET", prefix + path, X_Request_Id="of the client"
-    )
+def test_response_has_the_id_that_both_logs_have(tls_client, proxy, service, prefix, path, status):
+    found, headers, _ = tls_client.fetch("GET", prefix + path, X_Request_Id="of the client")
     assert found == status
     id = headers["X-Request-Id"]
     assert re.fullmatch(r"[0-9a-f]{32}", id)
@@ -382,9 +372,7 @@ def test_ipv6_network_may_send_as_much_as_an_ipv4_address(service, tmp_path):
         assert Counter(statuses_from(proxy.port, short)) == {404: 101, 429: 9}
 
 
-def test_headers_of_every_response_keep_browsers_to_https_and_to_the_origin(
-    tls_client, proxy
-):
+def test_headers_of_every_response_keep_browsers_to_https_and_to_the_origin(tls_client, proxy):
     for path in (PROJECTS, "/x", "/docs/"):
         _, headers, _ = tls_client.fetch("GET", path, Origin="https://app.example.org")
         assert headers["Access-Control-Allow-Origin"] is None

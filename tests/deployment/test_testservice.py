@@ -97,9 +97,7 @@ def project(tmp_path):
     return tmp_path
 
 
-def run_their_tests(
-    python, project, their_environment, *options, told="5 passed", status=0
-):
+def run_their_tests(python, project, their_environment, *options, told="5 passed", status=0):
     command = [python, "-m", "pytest", "-Werror", *options, project / "test_theirs.py"]
     theirs = their_environment | {"PYTHONPATH": str(project)}
     ended = run(*command, folder="/", environment=theirs, status=status)
@@ -107,9 +105,7 @@ def run_their_tests(
 
 
 @pytest.mark.parametrize("options", [[], ["-n2"], ["-p", "no:cacheprovider"]], ids=str)
-def test_fixtures_work_when_installed_with_pip(
-    python, project, their_environment, options
-):
+def test_fixtures_work_when_installed_with_pip(python, project, their_environment, options):
     run_their_tests(python, project, their_environment, *options)
 
 
@@ -239,9 +235,7 @@ NGINX = {"429": {"rate=50r/s": "rate=1r/m", "burst=100": "burst=1"}, "504": BRIE
 
 @pytest.mark.parametrize("method", ["POST", "HEAD"])
 @pytest.mark.parametrize("failure", ["429", "502", "504"])
-def test_planned_refusal_is_the_one_that_nginx_sends(
-    failing, tmp_path, failure, method
-):
+def test_planned_refusal_is_the_one_that_nginx_sends(failing, tmp_path, failure, method):
     client, _ = failing(failure)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))

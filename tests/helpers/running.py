@@ -198,9 +198,7 @@ class TLSClient(Client):
         super().connect()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        self.sock = context.wrap_socket(
-            self.sock, server_hostname="gardening.example.org"
-        )
+        self.sock = context.wrap_socket(self.sock, server_hostname="gardening.example.org")
 
 
 def hold_port():

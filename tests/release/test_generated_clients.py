@@ -1,7 +1,7 @@
 """Clients that others generate from openapi.json: without a warning, and they work.
 
-It knows no rule of the service: it shows that a program reads what the service answers as
-values of the types that the generator made.
+It knows no rule of the service: it shows that a program reads what the service answers as values of
+the types that the generator made.
 """
 
 import os

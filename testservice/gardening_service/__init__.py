@@ -1,7 +1,7 @@
 """The service for other teams' tests: `run` starts it in Python, the command anywhere else.
 
-What talks to it is in client.py, and what pytest needs in fixtures.py. The service itself is
-in a folder that no import statement can name: see pyproject.toml.
+What talks to it is in client.py, and what pytest needs in fixtures.py. The service itself is in a
+folder that no import statement can name: see pyproject.toml.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What runs the test service and talks to it, for tests in Python.
 
-The service runs as a process of its own, so that its modules, settings and paths cannot
-clash with those of the project under test.
+The service runs as a process of its own, so that its modules, settings and paths cannot clash with
+those of the project under test.
 """
 
 import json
@@ -120,9 +120,7 @@ def run_service() -> Iterator[Service]:
     words, folder = (words, None) if words else (COMMAND, ROOT)
     pipe = subprocess.PIPE
     # In a process group of its own, since Ctrl-C is for the tests.
-    with subprocess.Popen(
-        words, cwd=folder, stdin=pipe, stdout=pipe, process_group=0
-    ) as process:
+    with subprocess.Popen(words, cwd=folder, stdin=pipe, stdout=pipe, process_group=0) as process:
         assert process.stdout
         output = select.poll()
         output.register(process.stdout, select.POLLIN)

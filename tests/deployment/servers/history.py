@@ -1,9 +1,9 @@
 """Clients that write down every call, and what such a history cannot hold, after Jepsen.
 
-A Project is a register: at first it is not there (state 0), then it has one version after
-the other, and in the end it is GONE. Each write sends a name of its own, so what is read
-shows who wrote it, and the times of the calls tell when a state can have begun and ended.
-All that a response says must have been so at one moment of its call.
+A Project is a register: at first it is not there (state 0), then it has one version after the
+other, and in the end it is GONE. Each write sends a name of its own, so what is read shows who
+wrote it, and the times of the calls tell when a state can have begun and ended. All that a response
+says must have been so at one moment of its call.
 
 Nothing here knows an engine or a fault.
 """
@@ -130,9 +130,7 @@ class History:
         if call.method == "PUT" and call.status == 200:
             assert response["name"] == call.name, "not what was sent"
         if call.condition and call.method != "GET" and call.status in (200, 204):
-            before = (
-                response["version"] - 1 if response else max(self.versions[call.id])
-            )
+            before = response["version"] - 1 if response else max(self.versions[call.id])
             assert version_of(call.condition) == before, "not what If-Match names"
 
     def check_moments(self):
@@ -154,8 +152,7 @@ class History:
     def may_be_stale(self, call):
         """A node that has not yet committed a move reads what the shard left behind."""
         return call.method == "GET" and any(
-            call.start <= moment and call.end >= moment - END_OF_MOVE
-            for moment in self.moves
+            call.start <= moment and call.end >= moment - END_OF_MOVE for moment in self.moves
         )
 
     def began(self, id):
@@ -169,9 +166,7 @@ class History:
 
     def ended(self, views, began):
         """By state, the latest moment at which it was so: before a later one was seen."""
-        seen = {
-            id: dict.fromkeys(reversed(states), inf) for id, states in began.items()
-        }
+        seen = {id: dict.fromkeys(reversed(states), inf) for id, states in began.items()}
         for call, view in views:
             for id, state in view.items():
                 seen[id][state] = min(seen[id][state], call.end)
@@ -246,9 +241,7 @@ class Scribe:
             response = json.loads(content) if content else None
             if status != 503 or response["type"] != UNKNOWN:
                 now, etag = time.monotonic(), received["ETag"]
-                call = call._replace(
-                    end=now, status=status, response=response, etag=etag
-                )
+                call = call._replace(end=now, status=status, response=response, etag=etag)
         self.calls.append(call)
         self.learn(call)
         return call
@@ -270,8 +263,8 @@ class Scribe:
 def record(ports, tokens, faults, seconds=10, clients=8):
     """The calls of so many clients, each in the account of one of the tokens.
 
-    Each call goes to one of the ports, a list that `faults` may change. That is called
-    until the time is over, but once at least. Then everything is read once more.
+    Each call goes to one of the ports, a list that `faults` may change. That is called until the
+    time is over, but once at least. Then everything is read once more.
     """
     shared = [(ports, token, [], {}, []) for token in tokens]
     scribes = [Scribe(i, *shared[i % len(shared)]) for i in range(clients)]

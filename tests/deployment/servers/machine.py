@@ -13,8 +13,8 @@ from helpers.running import LIMIT, ONE_WORKER, wait_for
 
 HOME = os.path.expanduser("~root")
 ENVIRONMENT = {"HOME": HOME, "PATH": "/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
-# The folder $0 has the root of the machine, and what overlayfs keeps. The folder $1 becomes
-# the machine's /srv; $2 is a setting for its services. Their time zone is not UTC.
+# The folder $0 has the root of the machine, and what overlayfs keeps. The folder $1 becomes the
+# machine's /srv; $2 is a setting for its services. Their time zone is not UTC.
 BOOT = """
 mount --make-rprivate /
 mount -t tmpfs tmpfs "$0"

@@ -142,9 +142,7 @@ def _folder(binaries: Path) -> Iterator[PgServer]:
     with tempfile.TemporaryDirectory(prefix="postgresql-", dir=MEMORY) as name:
         folder = Path(name).resolve()
         try:
-            subprocess.check_output(
-                [binaries / "initdb", "-V"], **AS_SERVER, timeout=10
-            )
+            subprocess.check_output([binaries / "initdb", "-V"], **AS_SERVER, timeout=10)
         except PermissionError:  # a wheel below a folder that is closed to that user
             wheel = binaries.parents[1]
             libraries = f"{wheel.name}.libs"
@@ -169,9 +167,7 @@ def _folder(binaries: Path) -> Iterator[PgServer]:
 
 
 @contextmanager
-def start_pgserver(
-    binaries: Path | None = None, **settings: object
-) -> Iterator[PgServer]:
+def start_pgserver(binaries: Path | None = None, **settings: object) -> Iterator[PgServer]:
     """A primary with these settings; its databases are UTF-8 in the C locale."""
     with _folder(binaries or BINARIES[0]) as primary:
         options = ["-U", "postgres", "-E", "UTF8", "--locale=C", "--no-sync"]
@@ -234,9 +230,7 @@ def execute(database, statement):
 
 def backends(database, condition="true"):
     """The processes that serve the connections to a database."""
-    return {
-        pid for (pid,) in execute(database, f"SELECT pid {BACKENDS} AND {condition}")
-    }
+    return {pid for (pid,) in execute(database, f"SELECT pid {BACKENDS} AND {condition}")}
 
 
 @contextmanager
