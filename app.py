@@ -18,13 +18,7 @@ import problems
 import swagger
 from auth import current_store, token_required
 from engines import engine_on
-from reading import (
-    MAX_CONTENT_LENGTH,
-    read_fields,
-    read_key,
-    read_page,
-    read_precondition,
-)
+from reading import MAX_CONTENT_LENGTH, read_fields, read_key, read_page, read_precondition
 from schemas import MAX_PAGE
 from store import MAX_PROJECTS, Page, Store
 

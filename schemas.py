@@ -65,10 +65,7 @@ class PointSchema(Schema):
 
     type = fields.String(required=True, validate=validate.Equal("Point"))
     coordinates = fields.Tuple(
-        (
-            Degrees(validate=validate.Range(-180, 180)),
-            Degrees(validate=validate.Range(-90, 90)),
-        ),
+        (Degrees(validate=validate.Range(-180, 180)), Degrees(validate=validate.Range(-90, 90))),
         required=True,
         error_messages={"invalid": "Not a valid array."},
     )

@@ -242,8 +242,7 @@ class Store:
         exception: an account without a row, be it new or deleted, always has the same ETags.
         """
         rows = self.engine.read(
-            "SELECT list_revision FROM account WHERE name = :account",
-            {"account": account},
+            "SELECT list_revision FROM account WHERE name = :account", {"account": account}
         )
         return etag_of(rows[0][0] if rows else None, page)
 

@@ -81,10 +81,7 @@ def restore(engine: Engine, path: str, progress: Progress = no_progress) -> bool
     Unavailable, also if the database is not empty.
     """
     try:
-        with (
-            scratch(engine.folder) as folder,
-            closing(SQLite(f"{folder}/copy")) as copy,
-        ):
+        with scratch(engine.folder) as folder, closing(SQLite(f"{folder}/copy")) as copy:
             copy_file(path, f"{folder}/copy")
             # Only now, so that a file that is no backup creates nothing.
             file = os.path.realpath(engine.name)
@@ -174,11 +171,7 @@ def copy_rows(source: Engine, target: Engine, progress: Progress) -> None:
 
 
 def copy_table(
-    reader: Connection,
-    writer: Connection,
-    table: str,
-    columns: Iterable[str],
-    progress: Progress,
+    reader: Connection, writer: Connection, table: str, columns: Iterable[str], progress: Progress
 ) -> None:
     if table == "account":
         # SQLite's triggers have filled it with lower values of last_seq.

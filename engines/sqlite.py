@@ -16,14 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from engines import migrations
-from engines.base import (
-    Connection,
-    Engine,
-    OutcomeUnknown,
-    Parameters,
-    Rows,
-    Unavailable,
-)
+from engines.base import Connection, Engine, OutcomeUnknown, Parameters, Rows, Unavailable
 from engines.fields import FIELDS, JSON, SETTABLE
 from engines.files import DatabaseFile, Memory
 from engines.migrations import EMPTY

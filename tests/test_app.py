@@ -19,15 +19,7 @@ from auth import digest
 from engines.sqlite import SQLiteConnection
 from helpers.old_schemas import create_old_schema
 from helpers.openapi import HELLO, CheckedClient
-from helpers.running import (
-    BIN,
-    LIMIT,
-    POINT,
-    PROJECTS,
-    environment_of,
-    run,
-    wait_for,
-)
+from helpers.running import BIN, LIMIT, POINT, PROJECTS, environment_of, run, wait_for
 from store import Store
 
 MISSING = f"{PROJECTS}/{'0' * 24}"

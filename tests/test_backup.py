@@ -20,15 +20,7 @@ from engines.base import Unavailable
 from engines.files import new_file
 from engines.migrations import OLDEST, SCHEMA_VERSION
 from helpers.old_schemas import create_old_schema
-from helpers.running import (
-    BIN,
-    LIMIT,
-    POINT,
-    ROOT,
-    environment_of,
-    run,
-    store_on,
-)
+from helpers.running import BIN, LIMIT, POINT, ROOT, environment_of, run, store_on
 from helpers.stores import is_sqlite
 from helpers.testservice import copy_service
 from store import KeyReused, KeySpent, Page
@@ -227,10 +219,7 @@ def test_restore_into_a_filled_database_is_refused(source, database, file, targe
 
 # What may be wrong with a backup, and what SQLite's refusal says, or that of PostgreSQL.
 FAULTS = {
-    "another program's": (
-        "PRAGMA application_id = 1",
-        "the backup was made by another program",
-    ),
+    "another program's": ("PRAGMA application_id = 1", "the backup was made by another program"),
     "version 0": ("PRAGMA user_version = 0", "the backup was made by another program"),
     "too old": (
         "PRAGMA user_version = 2",
@@ -242,10 +231,7 @@ FAULTS = {
         "DROP TABLE part; CREATE VIEW part AS SELECT 'p' id, 'x' project, 'y' kind, 'z' account",
         "no such table: part",
     ),
-    "fewer columns": (
-        "ALTER TABLE token DROP COLUMN expires_at",
-        "no such column: expires_at",
-    ),
+    "fewer columns": ("ALTER TABLE token DROP COLUMN expires_at", "no such column: expires_at"),
     "type": (
         "LOOSE token; UPDATE token SET created_at = 'soon'",
         "cannot store TEXT value in INTEGER column token.created_at|invalid input syntax",

@@ -12,11 +12,7 @@ import pytest
 from helpers import running
 from helpers.running import LIMIT, ROOT, workers
 from helpers.stores import lasts
-from helpers.testservice import (
-    call_projects,
-    processes_still_running,
-    refuses,
-)
+from helpers.testservice import call_projects, processes_still_running, refuses
 from testservice.gardening_service import client, run
 
 # What a user may have set, and what is not for the service.

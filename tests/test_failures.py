@@ -51,8 +51,7 @@ def test_first_request_fails_as_planned_and_the_next_works(failing, failure):
 
 
 @pytest.mark.parametrize(
-    "method, kind",
-    {"POST": "urn:gardening:outcome-unknown", "GET": "about:blank"}.items(),
+    "method, kind", {"POST": "urn:gardening:outcome-unknown", "GET": "about:blank"}.items()
 )
 def test_only_a_write_has_an_unknown_outcome(failing, method, kind):
     client, _ = failing("503-unknown")

@@ -199,10 +199,7 @@ def test_unread_body_leaves_the_connection_usable_or_announces_its_end(
         kind = "application/json" if status == 413 else kind
         headers = [f"Content-Type: {kind}"]
         headers += [f"Authorization: Bearer {shared_token}"] * signed
-        with (
-            open_connection(shared.port) as connection,
-            connection.makefile("rb") as stream,
-        ):
+        with open_connection(shared.port) as connection, connection.makefile("rb") as stream:
             send(connection, method, path, headers, size, chunked)
             found, responded = receive(stream)
             assert found == status
@@ -236,10 +233,7 @@ def test_stuck_writer_holds_up_neither_writers_nor_readers_for_long(environment,
         return reads
 
     token = token_on(database)
-    with (
-        gunicorn(environment, TWO_WORKERS) as (_, port),
-        ThreadPoolExecutor(10) as threads,
-    ):
+    with gunicorn(environment, TWO_WORKERS) as (_, port), ThreadPoolExecutor(10) as threads:
         with Client(port, token) as client:
             project_url = f"{PROJECTS}/{client.call('POST', PROJECTS, {})[1]['id']}"
         with open(f"{database}-lock") as queue:

@@ -81,10 +81,7 @@ def test_older_database_is_brought_up_to_date(older, open_store):
         (3, 1000, None, "ann"),
         (9, 1000, 2000, "eve"),
     ]
-    assert [store.find_caller(digest) for digest in (b"\1", b"\2")] == [
-        ("ann", 3),
-        ("eve", 9),
-    ]
+    assert [store.find_caller(digest) for digest in (b"\1", b"\2")] == [("ann", 3), ("eve", 9)]
     part = ("p", "a" * 24, "zone", "ann")
     assert older.execute("SELECT * FROM part").fetchall() == [part]
     with pytest.raises(KeyReused):

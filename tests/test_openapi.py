@@ -114,11 +114,7 @@ def test_examples_of_the_proxys_errors_match_nginx_conf():
         example = dict(content["application/problem+json"]["example"])
         status = example["status"]
         [fields] = re.findall(rf"(?m)^    {status}  '(\".*\")';$", config)
-        assert example == {
-            "type": "about:blank",
-            "status": status,
-            **json.loads(f"{{{fields}}}"),
-        }
+        assert example == {"type": "about:blank", "status": status, **json.loads(f"{{{fields}}}")}
 
 
 def test_no_schema_breaks_a_code_generator():

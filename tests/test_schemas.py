@@ -129,10 +129,7 @@ def test_size_is_a_number_from_1_to_1000(value):
 
 @pytest.mark.parametrize(
     ("coordinates", "told"),
-    [
-        ("12", ["Not a valid array."]),
-        ([float("inf"), 0], {0: ["Must be a finite number."]}),
-    ],
+    [("12", ["Not a valid array."]), ([float("inf"), 0], {0: ["Must be a finite number."]})],
 )
 def test_refusal_of_coordinates_is_in_the_callers_terms(coordinates, told):
     """Without a word of Python, such as tuple."""

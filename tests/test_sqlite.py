@@ -15,14 +15,7 @@ import pytest
 from app import create_app
 from engines.base import Breaker, OutcomeUnknown, Unavailable
 from engines.sqlite import SQLite, SQLiteConnection
-from helpers.running import (
-    LIMIT,
-    at_once,
-    retry_while_unavailable,
-    run,
-    store_on,
-    wait_for,
-)
+from helpers.running import LIMIT, at_once, retry_while_unavailable, run, store_on, wait_for
 from helpers.stores import (
     REFUSED_BY_BREAKER,
     fails,

@@ -29,10 +29,7 @@ def test_flask_run_names_the_page_that_there_is(python, request):
 
 
 def test_service_without_the_package_has_no_page(without_docs, token):
-    with (
-        flask_run(without_docs) as (address, _),
-        Client(port_of(address), token) as client,
-    ):
+    with flask_run(without_docs) as (address, _), Client(port_of(address), token) as client:
         for path in ("/", "/docs", "/docs/"):
             assert_problem(client.fetch("GET", path), 404)
         assert client.call("POST", PROJECTS, {})[0] == 201

@@ -25,12 +25,7 @@ from helpers.running import (
     wait_for,
     workers,
 )
-from helpers.testservice import (
-    call_projects,
-    call_test_tokens,
-    connect,
-    refuses,
-)
+from helpers.testservice import call_projects, call_test_tokens, connect, refuses
 
 COMMAND = [sys.executable, "-E", "-m", "testservice"]
 NOHUP = ["/bin/sh", "-c", 'trap "" HUP; exec "$@"', "sh", *COMMAND]

@@ -71,10 +71,7 @@ with tempfile.TemporaryDirectory(dir="/var/tmp") as name:  # /tmp may be memory
         "three reads, one write": (small, [*gets[:3], puts[0]]),
     }
     start = partial(gunicorn, running.environment_of(database), WORKERS)
-    with (
-        start() as (_, port),
-        start(f"--pythonpath={name}", "empty:app") as (_, empty),
-    ):
+    with start() as (_, port), start(f"--pythonpath={name}", "empty:app") as (_, empty):
         for each in port, empty:
             running.Client(each, "none").fetch("GET", "/")  # waits until it has started
         for _ in range(ROUNDS):

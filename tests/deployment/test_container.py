@@ -12,17 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.running import (
-    BIN,
-    LIMIT,
-    PROJECTS,
-    ROOT,
-    Client,
-    blocks,
-    gunicorn,
-    run,
-    token_on,
-)
+from helpers.running import BIN, LIMIT, PROJECTS, ROOT, Client, blocks, gunicorn, run, token_on
 
 PAGE = "docs/container.md"
 COMPOSE = BIN / "docker-compose"

@@ -7,16 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from helpers.running import (
-    BIN,
-    PROJECTS,
-    Client,
-    environment_of,
-    fill,
-    gunicorn,
-    run,
-    token_on,
-)
+from helpers.running import BIN, PROJECTS, Client, environment_of, fill, gunicorn, run, token_on
 from test_backup import file, filled, run_command, source
 from test_sqlite import attempt
 

@@ -78,10 +78,7 @@ def test_commit_without_its_standby_is_in_doubt(open_store, default, key):
                     store.list_tokens()
                     time.sleep(0.1)
                 write.result(LIMIT)
-            with (
-                lasts(0, 1),
-                fails(Unavailable, REFUSED_BY_BREAKER),
-            ):
+            with lasts(0, 1), fails(Unavailable, REFUSED_BY_BREAKER):
                 store.create_project("bob", {})
         etag, document, *_ = store.list_projects("ann", Page(0, 1))
         assert json.loads(document)["total"] == 1

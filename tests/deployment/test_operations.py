@@ -32,11 +32,7 @@ APT_GET = """#!/bin/sh -e
 shift 2
 dpkg --status "$@" >/dev/null
 """
-PIP = {
-    "PIP_CONFIG_FILE": "/dev/null",
-    "PIP_NO_INDEX": "1",
-    "PIP_FIND_LINKS": "/srv/wheels",
-}
+PIP = {"PIP_CONFIG_FILE": "/dev/null", "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "/srv/wheels"}
 
 
 def block(heading, words="", page=PAGE):
@@ -259,10 +255,7 @@ def kill_worker(machine):
 
 
 # The last lines of releases. The first cannot be loaded; the second can, but not use the database.
-BROKEN = [
-    "import nothing_of_this_name",
-    "Store.check = lambda self: no_such_layout()",
-]
+BROKEN = ["import nothing_of_this_name", "Store.check = lambda self: no_such_layout()"]
 
 
 def upgrade_later():
@@ -281,11 +274,7 @@ def go_back_from(printed):
 
 @pytest.mark.parametrize("line", BROKEN, ids=["not loaded", "not healthy"])
 def test_failed_upgrade_names_the_command_that_goes_back(machine, empty_account, line):
-    before, started, old = (
-        installed_release(machine),
-        main_pid(machine),
-        workers(machine),
-    )
+    before, started, old = (installed_release(machine), main_pid(machine), workers(machine))
     release(machine, f'echo "{line}" >> app.py')
     back = go_back_from(machine.paste(upgrade_later(), status=1))
     if line == BROKEN[0]:  # the old processes go on

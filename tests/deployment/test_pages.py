@@ -106,13 +106,7 @@ def test_gunicorn_starts_as_the_readme_says(clone):
 ON_THE_PAGE = ".venv/bin/pip install requests && .venv/bin/python client.py"
 
 
-@pytest.mark.parametrize(
-    "language, command",
-    [
-        ("python", ON_THE_PAGE),
-        ("js", "node client.mjs"),
-    ],
-)
+@pytest.mark.parametrize("language, command", [("python", ON_THE_PAGE), ("js", "node client.mjs")])
 def test_client_prints_what_the_page_says(tmp_path, gardening, language, command):
     """All Projects of two pages, and one of its own, though a response is lost."""
     heading = "A client in 25 lines"

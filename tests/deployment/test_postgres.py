@@ -14,14 +14,7 @@ import pytest
 
 from app import create_app
 from auth import digest
-from deployment.servers.pgserver import (
-    BINARIES,
-    WAITS,
-    backends,
-    execute,
-    silence,
-    start_pgserver,
-)
+from deployment.servers.pgserver import BINARIES, WAITS, backends, execute, silence, start_pgserver
 from engines.backup import backup, restore
 from engines.base import REQUEST_TIMEOUT, OutcomeUnknown, Unavailable
 from engines.postgres import PostgreSQL
@@ -37,13 +30,7 @@ from helpers.running import (
     store_on,
     wait_for,
 )
-from helpers.stores import (
-    REFUSED_BY_BREAKER,
-    fails,
-    lasts,
-    refusal,
-    result_after_unlock,
-)
+from helpers.stores import REFUSED_BY_BREAKER, fails, lasts, refusal, result_after_unlock
 from store import NotFound, Page, Precondition, Stale, Store
 
 

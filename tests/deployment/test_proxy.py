@@ -100,10 +100,7 @@ def test_body_of_64_kib_passes_and_no_longer_one(tls_client, chunked):
     for size, status in ((65_536, 201), (65_537, 413)):
         body = b"{}".ljust(size)
         response = tls_client.fetch(
-            "POST",
-            PROJECTS,
-            iter([body]) if chunked else body,
-            Content_Type="application/json",
+            "POST", PROJECTS, iter([body]) if chunked else body, Content_Type="application/json"
         )
         assert response[0] == status
     assert_problem(response, 413)
@@ -215,10 +212,7 @@ def test_http_on_the_port_of_https_is_a_problem_document(proxy):
 
 
 def test_defect_of_nginx_is_a_problem_document(service, tmp_path):
-    with (
-        nginx.proxy(tmp_path, service.port) as proxy,
-        TLSClient(proxy.port, "x") as client,
-    ):
+    with nginx.proxy(tmp_path, service.port) as proxy, TLSClient(proxy.port, "x") as client:
         client.call("GET", PROJECTS)
         shutil.rmtree(tmp_path / "body")  # where nginx keeps bodies of over 16 KiB
         assert_problem(client.fetch("POST", PROJECTS, b"x" * 60_000), 500)

@@ -17,20 +17,12 @@ HELLO = "/api/v1/hello-service"
 PROBLEM = API["components"]["responses"]["NotFound"]
 ALLOW = {"Allow": {"required": True, "schema": {"type": "string"}}}
 # What answers where no operation does.
-ELSEWHERE = {
-    404: PROBLEM,
-    405: PROBLEM | {"headers": PROBLEM["headers"] | ALLOW},
-    500: PROBLEM,
-}
+ELSEWHERE = {404: PROBLEM, 405: PROBLEM | {"headers": PROBLEM["headers"] | ALLOW}, 500: PROBLEM}
 
 
 def title_of(status):
     """RFC 9110's phrase; those of Python differ from version to version."""
-    titles = {
-        413: "Content Too Large",
-        414: "URI Too Long",
-        422: "Unprocessable Content",
-    }
+    titles = {413: "Content Too Large", 414: "URI Too Long", 422: "Unprocessable Content"}
     return titles.get(status, HTTPStatus(status).phrase)
 
 

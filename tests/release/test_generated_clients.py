@@ -12,16 +12,7 @@ from importlib import import_module
 
 import pytest
 
-from helpers.running import (
-    BIN,
-    LIMIT,
-    POINT,
-    ROOT,
-    environment_of,
-    gunicorn,
-    run,
-    token_on,
-)
+from helpers.running import BIN, LIMIT, POINT, ROOT, environment_of, gunicorn, run, token_on
 
 # What the generator says of every document of OpenAPI 3.1 that holds a schema.
 OF_ANY_DOCUMENT = ("OpenAPI 3.1 support is still in beta", "schema name: null")

@@ -13,10 +13,6 @@ def test_schemathesis_finds_nothing(gardening, tmp_path, cache):
     # Where it keeps its table of Unicode, which takes eight seconds to make.
     table = {"HYPOTHESIS_STORAGE_DIRECTORY": cache.mkdir("hypothesis")}
     ended = run(
-        *configured,
-        *command,
-        folder=tmp_path,
-        environment=os.environ | table,
-        limit=10 * LIMIT,
+        *configured, *command, folder=tmp_path, environment=os.environ | table, limit=10 * LIMIT
     )
     assert "No issues found" in ended.stdout

@@ -62,10 +62,7 @@ def certify(folder: Path) -> dict[str, str]:
 
 @contextmanager
 def proxy(
-    folder: Path,
-    upstream: int,
-    changes: dict[str, str] | None = None,
-    origin: str | None = None,
+    folder: Path, upstream: int, changes: dict[str, str] | None = None, origin: str | None = None
 ) -> Iterator[Proxy]:
     """nginx with deploy/nginx.conf, and an origin if one is named.
 
