@@ -4,7 +4,6 @@ import errno
 import os
 import shlex
 import sys
-from contextlib import closing
 from datetime import UTC, datetime
 from io import TextIOWrapper
 from typing import Any, TextIO
@@ -15,7 +14,7 @@ from flask.cli import AppGroup, FlaskGroup, run_command, with_appcontext
 from werkzeug.serving import is_running_from_reloader
 
 from auth import BadName, account_name, current_store, issue_token
-from engines.backup import BadBackup, Stream, backup, restore
+from engines.backup import BadBackup, backup, restore
 from engines.base import OutcomeUnknown, Unavailable
 from store import Store
 
@@ -64,7 +63,8 @@ def create_token(account: str, days: int | None) -> None:
     if sys.stdout is None:
         raise click.ClickException("standard output is closed")
     store, account = current_store(), account_name(account)
-    report_new(store, store.open_database())
+    store.engine.open_database()
+    report_new(store)
     is_new = store.find_account(account) is None
     token, id = issue_token(store, account, days)
     # First, so that a token that cannot be printed can be revoked.
@@ -150,7 +150,8 @@ def delete_account(account: str, yes: bool) -> None:
 def create_database() -> None:
     """Create the database unless there is one, and bring it up to date."""
     store = current_store()
-    report_new(store, store.create_database())
+    store.create_database()
+    report_new(store)
 
 
 @click.command("open-db", cls=Command, hidden=True)
@@ -158,12 +159,13 @@ def create_database() -> None:
 def open_database() -> None:
     """Bring the database up to date, and create only the default one: for gunicorn."""
     store = current_store()
-    report_new(store, store.open_database())
+    store.engine.open_database()
+    report_new(store)
 
 
-def report_new(store: Store, is_new: bool) -> None:
-    """Say that the database is new: it may be a lost one's place, or a mistyped path."""
-    if is_new:
+def report_new(store: Store) -> None:
+    """Say that a database was created: it may be a lost one's place, or a mistyped path."""
+    if store.engine.was_created:
         report(f"A new database: {store.engine.name}")
 
 
@@ -185,7 +187,7 @@ def discard(stream: TextIO) -> None:
 @with_appcontext
 def write_backup(file: str) -> None:
     """Write a copy of the database to FILE, a new SQLite file, while the service runs."""
-    backup(current_store().engine, file, progress_bar)
+    backup(current_store().engine, file)
 
 
 @click.command("restore", cls=Command)
@@ -194,28 +196,12 @@ def write_backup(file: str) -> None:
 def restore_backup(file: str) -> None:
     """Fill an empty database with the copy that `backup` wrote to FILE."""
     store = current_store()
-    report_new(store, restore(store.engine, file, progress_bar))
+    restore(store.engine, file)
+    report_new(store)
     accounts = store.list_accounts()
     projects = sum(account.projects for account in accounts)
     tokens = sum(account.tokens for account in accounts)
     click.echo(f"Restored: accounts {len(accounts)}, Projects {projects}, tokens {tokens}.")
-
-
-def progress_bar(rows: Stream, count: int) -> Stream:
-    """The rows; on a terminal, it shows how many were taken, and the time left."""
-    with (
-        closing(rows),
-        click.progressbar(
-            rows,
-            count,
-            "Projects",
-            show_pos=True,
-            hidden=not (sys.stderr and sys.stderr.isatty()),  # None if it was closed
-            file=sys.stderr,
-            update_min_steps=max(1, count // 1000),
-        ) as bar,
-    ):
-        yield from bar
 
 
 def add_to(app: Flask) -> None:
@@ -232,7 +218,8 @@ def welcome(app: Flask, host: str, port: int, cert: object, **_: object) -> None
     """On `flask run`, create the database, and say what to do next, or what is wrong."""
     store: Store = app.extensions["store"]
     try:
-        report_new(store, store.create_database())
+        store.create_database()
+        report_new(store)
         has_tokens = bool(store.list_tokens())
     except Unavailable as error:
         raise click.ClickException(str(error)) from error

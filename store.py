@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 from engines.base import (
     COMMAND_TIMEOUT,
     REQUEST_TIMEOUT,
+    Acquisition,
     Columns,
     Connection,
     Engine,
@@ -114,13 +115,9 @@ class Store:
         """Close the idle connections. The store can still be used, and opens new ones."""
         self.engine.close()
 
-    def create_database(self) -> bool:
-        """Bring the database up to date, or create it; True if it was created."""
-        return self.engine.create_database()
-
-    def open_database(self) -> bool:
-        """The same, but create only the default database, which no setting names."""
-        return self.engine.open_database()
+    def create_database(self) -> None:
+        """Bring the database up to date, or create it."""
+        self.engine.open_database(creates=True)
 
     def check(self) -> None:
         """Raises Unavailable if the database cannot be read now."""
@@ -187,7 +184,7 @@ class Store:
 
     def get_project(self, account: str, id: str) -> Project:
         """Raises NotFound."""
-        with self.engine.acquire() as connection:
+        with Acquisition(self.engine) as connection:
             project = connection.get_project(account, id)
         if project is None:
             raise NotFound
@@ -250,7 +247,7 @@ class Store:
         """All Projects, oldest first, or one page of them."""
         number, size, after = page or WHOLE
         offset = number * size if after is None else 0
-        with self.engine.acquire() as connection:
+        with Acquisition(self.engine) as connection:
             found = connection.list_projects(account, size, after or 0, offset)
         etag = etag_of(found.list_revision, page)
         if page is None:

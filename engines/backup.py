@@ -4,21 +4,16 @@ import os
 import secrets
 import sqlite3
 import stat
-from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
-from engines.base import COMMAND_TIMEOUT, Connection, Engine, Unavailable
+from engines.base import COMMAND_TIMEOUT, Acquisition, Engine, Unavailable
 from engines.fields import FIELDS
 from engines.files import new_file
 from engines.migrations import incompatibility, marked_version
 from engines.sqlite import SQLite
 
-Stream = Generator[Any]
-# Takes the rows and their number. Returns the rows, and shows how many were taken.
-Progress = Callable[[Stream, int], Stream]
 # The columns of each table, in the order in which a restore fills them: `project` precedes `part`,
 # which refers to it.
 COLUMNS = {
@@ -42,42 +37,31 @@ REBUILD_ACCOUNTS = """
         last_seq = excluded.last_seq, project_count = excluded.project_count"""
 
 
-def no_progress(rows: Stream, _count: int) -> Stream:
-    return rows
-
-
 class BadBackup(Exception):
     """The file cannot be restored, and nothing was changed."""
 
 
-def backup(engine: Engine, path: str, progress: Progress = no_progress) -> None:
+def backup(engine: Engine, path: str) -> None:
     """Write the database, as it is at this moment, to a new SQLite file.
 
     Raises Unavailable.
     """
     try:
-        with new_file(path) as partial:
-            if isinstance(engine, SQLite):
+        if isinstance(engine, SQLite):
+            with new_file(path) as partial:
                 engine.save(partial)
-            else:
-                # Into another file first, since SQLite's engine leaves a -lock beside its file.
-                with (
-                    scratch(os.path.dirname(partial)) as folder,
-                    closing(SQLite(f"{folder}/copy")) as copy,
-                ):
-                    copy.create_database()
-                    copy_rows(engine, copy, progress)
-                    copy.save(partial)
+        else:
+            write_file(engine, path)
     except OSError as error:
         raise Unavailable(f"{error.strerror}: {path}") from error
     except Unavailable as error:
         raise Unavailable(f"the copy to {path} failed: {error}") from error
 
 
-def restore(engine: Engine, path: str, progress: Progress = no_progress) -> bool:
+def restore(engine: Engine, path: str) -> None:
     """Fill an empty database with a backup that was made by this release or any since 2.0.0.
 
-    All of it, or nothing. Returns whether the database was created. Raises BadBackup; and
+    All of it, or nothing. Creates the database if it is missing. Raises BadBackup; and
     Unavailable, also if the database is not empty.
     """
     try:
@@ -87,24 +71,32 @@ def restore(engine: Engine, path: str, progress: Progress = no_progress) -> bool
             file = os.path.realpath(engine.name)
             is_missing = not (os.path.exists(file) or os.path.exists(f"{file}-wal"))
             if engine.folder and is_missing:
-                # It gets its name when it is filled: cut off, a restore leaves no empty database.
                 if engine.is_default:
                     os.makedirs(engine.folder, exist_ok=True)
-                with new_file(file) as partial, closing(SQLite(f"{folder}/new")) as new:
-                    new.create_database()
-                    copy_rows(copy, new, progress)
-                    new.save(partial)
-                engine.create_database()
-                return True
-            is_new = engine.create_database()
-            copy_rows(copy, engine, progress)
-            return is_new
+                write_file(copy, file)
+                engine.was_created = True
+            else:
+                engine.open_database(creates=True)
+                copy_rows(copy, engine)
     except OSError as error:
         raise Unavailable(f"{error.strerror}: {error.filename}") from error
     except UnicodeDecodeError as error:  # an error of SQLite whose message is no UTF-8
         raise BadBackup(f"the backup is damaged: {path}") from error
     except (BadBackup, sqlite3.Error, engine.ERROR) as error:
         raise BadBackup(f"{' '.join(str(error).split())}: {path}") from error
+
+
+def write_file(source: Engine, path: str) -> None:
+    """Copy a database to a new SQLite file, which gets its name once it is whole."""
+    # Into another file first, since SQLite's engine leaves a -lock beside its file.
+    with (
+        new_file(path) as partial,
+        scratch(os.path.dirname(partial)) as folder,
+        closing(SQLite(f"{folder}/copy")) as copy,
+    ):
+        copy.open_database(creates=True)
+        copy_rows(source, copy)
+        copy.save(partial)
 
 
 def scratch(folder: str | None) -> TemporaryDirectory[str]:
@@ -148,7 +140,7 @@ def copy_file(path: str, to: str) -> None:
             copy.execute(f'DROP {kind} "{name}"')
 
 
-def copy_rows(source: Engine, target: Engine, progress: Progress) -> None:
+def copy_rows(source: Engine, target: Engine) -> None:
     """Copy the rows of every table, in one transaction on each side.
 
     The Projects of each account are counted anew. The lists get new ETags, since something other
@@ -157,29 +149,19 @@ def copy_rows(source: Engine, target: Engine, progress: Progress) -> None:
     # An error passes through `translate_error` of both engines, first of the target. If both are
     # SQLite, the target takes an error of the source for its own, and names its file. That is rare,
     # since `copy_file` has checked the source.
-    with source.acquire() as reader, target.writer(COMMAND_TIMEOUT) as writer:
+    with Acquisition(source) as reader, target.writer(COMMAND_TIMEOUT) as writer:
         reader.begin_snapshot()
         is_empty = not any(writer.fetch(f"SELECT 1 FROM {table} LIMIT 1", {}) for table in COLUMNS)
         if is_empty:
             for table, columns in COLUMNS.items():
-                copy_table(reader, writer, table, columns, progress)
+                if table == "account":
+                    # SQLite's triggers have filled it with lower values of last_seq.
+                    writer.fetch("DELETE FROM account", {})
+                rows = reader.stream(f"SELECT {', '.join(columns)} FROM {table}")
+                with closing(rows):  # before its connection, also after a row that was refused
+                    writer.insert(table, columns, rows)
             writer.advance_token_sequence()
             writer.fetch(REBUILD_ACCOUNTS, {"list_revision": secrets.token_hex(8)})
         reader.commit()
     if not is_empty:
         raise Unavailable("the database to fill is not empty")
-
-
-def copy_table(
-    reader: Connection, writer: Connection, table: str, columns: Iterable[str], progress: Progress
-) -> None:
-    if table == "account":
-        # SQLite's triggers have filled it with lower values of last_seq.
-        writer.fetch("DELETE FROM account", {})
-    [(count,)] = reader.fetch(f"SELECT count(*) FROM {table}", {})
-    select = f"SELECT {', '.join(columns)} FROM {table}"
-    # The other tables are short.
-    show = progress if table == "project" else no_progress
-    # Closed before its connection, also after a row that was refused.
-    with closing(show(reader.stream(select), count)) as rows:
-        writer.insert(table, columns, rows)

@@ -20,6 +20,8 @@ Rows = list[Any]
 Columns = dict[str, object]  # some of a Project's, as they are stored
 REQUEST_TIMEOUT = 4.5  # seconds for a statement or a transaction of a request
 COMMAND_TIMEOUT = 3600  # seconds for a backup, a restore, a migration, a deletion
+# PostgreSQL refuses text with U+0000. No id has a "?", so none is found with one in its place.
+UNSTORABLE = "\0", "?"
 PAUSE = 1.0  # seconds for which a breaker refuses everybody
 TRIAL_INTERVAL = 5.0  # seconds between two callers whom a half-open breaker lets try
 
@@ -81,7 +83,7 @@ class Connection(ABC):
     may_have_committed = True
 
     def get_project(self, account: str, id: str) -> Project | None:
-        rows = self.fetch(self.GET, project_parameters(account, id))
+        rows = self.fetch(self.GET, {"account": account, "id": id.replace(*UNSTORABLE)})
         return Project(*rows[0]) if rows else None
 
     def list_projects(self, account: str, size: int, after: int, offset: int) -> ProjectPage:
@@ -93,8 +95,13 @@ class Connection(ABC):
         self, account: str, id: str, columns: Columns, now: int, limit: int
     ) -> Project | None:
         """Add a Project with these columns; None if the account has `limit` or more."""
-        parameters = project_parameters(account, id) | new_revision() | columns
-        parameters |= {"now": now, "limit": limit}
+        parameters = columns | {
+            "account": account,
+            "id": id,
+            "list_revision": secrets.token_hex(8),  # on SQLite, the triggers make another one
+            "now": now,
+            "limit": limit,
+        }
         rows: Rows = []
         for statement in self.CREATE:
             rows = self.fetch(statement, parameters)
@@ -165,24 +172,16 @@ class Connection(ABC):
         """Let the ids of tokens go on after those that were inserted."""
 
 
-def project_parameters(account: str, id: str) -> Parameters:
-    # PostgreSQL refuses text with U+0000. No id has a "?", so it is not found with one.
-    return {"account": account, "id": id.replace("\0", "?")}
-
-
-def new_revision() -> Parameters:
-    """A new revision of an account's lists. On SQLite, the triggers make another one."""
-    return {"list_revision": secrets.token_hex(8)}
-
-
 def change_parameters(account: str, id: str, condition: Precondition) -> Parameters:
     if_match, if_none_match = condition
-    conditions = {
+    return {
+        "account": account,
+        "id": id.replace(*UNSTORABLE),
+        "list_revision": secrets.token_hex(8),
         "if_match": None if if_match is None else json.dumps(if_match),
         # None, so that the database parses nothing.
         "if_none_match": json.dumps(if_none_match) if if_none_match else None,
     }
-    return project_parameters(account, id) | new_revision() | conditions
 
 
 class Breaker:
@@ -198,9 +197,7 @@ class Breaker:
         self._retry_at = 0.0  # on the clock of time.monotonic()
 
     def admit(self) -> None:
-        """Raises Unavailable for a caller who may not pass."""
-        if self.is_closed:
-            return
+        """Admit a caller although it is not closed, or raise Unavailable."""
         now = time.monotonic()
         if now < self._retry_at:
             raise Unavailable("not tried: requests have just timed out")
@@ -229,7 +226,7 @@ class Engine(ABC):
         self.idle: dict[int, list[Connection]] = defaultdict(list)
         self.read_breaker, self.write_breaker = Breaker(), Breaker()
         self.is_up_to_date = False
-        self._was_created = False  # by this object, and not yet reported
+        self.was_created = False  # the database, by `open_database`
         weakref.finalize(self, close_idle, self.idle)  # at the latest as Python exits
 
     @abstractmethod
@@ -254,23 +251,16 @@ class Engine(ABC):
         """What a writer holds while it writes. By default, nothing."""
         return nullcontext()
 
-    def create_database(self) -> bool:
-        """Create the database unless there is one; True if it was. Raises Unavailable."""
-        return self._first_use(creates=True)
+    def open_database(self, creates: bool = False) -> None:
+        """Bring the database up to date; with `creates`, create it if it is missing.
 
-    def open_database(self) -> bool:
-        """Bring the database up to date, and create it only if it is the default one.
-
-        In place of one that a setting names, an empty database would hide a lost one, or a path
-        that is slightly wrong. Returns whether it was created. Raises Unavailable.
+        Unless it is the default one, nothing else creates it. An empty database in place of one
+        that a setting names would hide a lost one, or a path that is slightly wrong. Raises
+        Unavailable.
         """
-        return self._first_use(creates=self.is_default)
-
-    def _first_use(self, creates: bool) -> bool:
-        with self.acquire(writes=True, creates=creates):
+        self.was_created = False
+        with Acquisition(self, writes=True, creates=creates or self.is_default):
             pass
-        was_created, self._was_created = self._was_created, False
-        return was_created
 
     def check(self) -> None:
         """Raises Unavailable if the database cannot be read now."""
@@ -278,12 +268,8 @@ class Engine(ABC):
 
     def read(self, sql: str, parameters: Parameters) -> Rows:
         """Run a statement and return all its rows. Raises Unavailable."""
-        with self.acquire() as connection:
+        with Acquisition(self) as connection:
             return connection.fetch(sql, parameters)
-
-    def acquire(self, writes: bool = False, creates: bool = False) -> "Acquisition":
-        """A context that has a connection. It raises Unavailable, OutcomeUnknown."""
-        return Acquisition(self, writes, creates)
 
     @contextmanager
     def writer(self, seconds: float | None = None) -> Iterator[Connection]:
@@ -291,7 +277,7 @@ class Engine(ABC):
 
         With `seconds`, it is for several statements: a transaction that may take this long.
         """
-        with self.acquire(writes=True) as connection, self.write_lock():
+        with Acquisition(self, writes=True) as connection, self.write_lock():
             if seconds is None and not connection.needs_transaction:
                 yield connection
                 return
@@ -310,7 +296,7 @@ class Engine(ABC):
         try:
             if not self.is_up_to_date:
                 version = connection.bring_up_to_date(self, creates)
-                self._was_created = version == EMPTY
+                self.was_created = version == EMPTY
                 self.is_up_to_date = True
         except BaseException:
             connection.close()
@@ -340,15 +326,17 @@ class Engine(ABC):
 class Acquisition:
     """A context that has a connection, and releases it, or closes it after an error.
 
-    A class, since a generator would cost a read a tenth of its time.
+    It raises Unavailable, OutcomeUnknown. It is a class, since a generator would cost a read a
+    tenth of its time.
     """
 
-    def __init__(self, engine: Engine, writes: bool, creates: bool) -> None:
+    def __init__(self, engine: Engine, writes: bool = False, creates: bool = False) -> None:
         self._engine, self._writes, self._creates = engine, writes, creates
         self._breaker = engine.write_breaker if writes else engine.read_breaker
 
     def __enter__(self) -> Connection:
-        self._breaker.admit()
+        if not self._breaker.is_closed:
+            self._breaker.admit()
         try:
             idle = self._engine.idle[os.getpid()]
             try:

@@ -140,10 +140,14 @@ class DatabaseFile:
             create_empty(path)
             file = os.open(path, os.O_RDONLY)
         try:
-            while not try_lock(file):
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"still locked: {path}")
-                time.sleep(POLL_INTERVAL)
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise TimeoutError(f"still locked: {path}") from None
+                    time.sleep(POLL_INTERVAL)
             try:
                 yield
             finally:
@@ -173,11 +177,3 @@ def create_empty(path: str) -> None:
     """Create an empty file, unless there is one."""
     with suppress(FileExistsError), new_file(path):
         pass
-
-
-def try_lock(file: int) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

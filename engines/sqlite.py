@@ -172,7 +172,7 @@ class SQLite(Engine):
             # The database lasts as long as one connection to it.
             kept = sqlite3.connect(self._uri, uri=True, check_same_thread=False)
             weakref.finalize(self, kept.close)
-            self.create_database()
+            self.open_database(creates=True)
         else:
             self._file = DatabaseFile(path, makes_folder=is_default)
             self.folder = os.path.dirname(self._file.target)

@@ -6,9 +6,8 @@ import random
 import re
 import shutil
 import sqlite3
-import subprocess
 import threading
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from engines.base import Unavailable
 from engines.files import new_file
 from engines.migrations import OLDEST, SCHEMA_VERSION
 from helpers.old_schemas import create_old_schema
-from helpers.running import BIN, LIMIT, POINT, ROOT, environment_of, run, store_on
+from helpers.running import BIN, LIMIT, POINT, environment_of, run, store_on
 from helpers.stores import is_sqlite
 from helpers.testservice import copy_service
 from store import KeyReused, KeySpent, Page
@@ -145,35 +144,6 @@ def test_backup_is_private_and_replaces_nothing(store, database, file):
         told = run_command(database, "backup", path, status=1)
         assert told == f"Error: {reason}: {path}\n"
     assert (Path(file).read_bytes(), os.readlink(link)) == (before, "nowhere")
-
-
-def printed_on_a_terminal(database, *arguments, status):
-    """What the command writes to a terminal, beside its standard output."""
-    terminal, its_end = os.openpty()
-    environment = environment_of(database)
-    command = [BIN / "flask", *arguments]
-    with open(terminal, errors="replace") as screen:
-        with open(its_end, "wb") as stderr, suppress(OSError):
-            options = {"env": environment, "stdout": subprocess.DEVNULL}
-            ended = subprocess.run(
-                command, cwd=ROOT, **options, stderr=stderr, timeout=LIMIT, check=False
-            )
-        assert ended.returncode == status
-        printed = []
-        with suppress(OSError):  # the end of what was written
-            printed.extend(iter(lambda: screen.read(1), ""))
-    return "".join(printed)
-
-
-def test_terminal_shows_how_far_a_restore_is(filled, target, tmp_path):
-    """And elsewhere nothing is shown, which the other tests see."""
-    bad = shutil.copy(filled, tmp_path)
-    spoil(bad, "LOOSE project; UPDATE project SET seq = NULL WHERE account = 'bob'")
-    printed = printed_on_a_terminal(target, "restore", bad, status=1)
-    assert "Traceback" not in printed and printed.count("Error: ") == 1
-    assert printed.rstrip().endswith(f": {bad}")
-    printed = printed_on_a_terminal(target, "restore", filled, status=0)
-    assert "61/61" in printed and "Error" not in printed
 
 
 def test_backup_is_the_state_of_one_moment(store, file, tmp_path):

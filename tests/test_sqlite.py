@@ -170,7 +170,7 @@ def test_wal_without_its_database_is_not_thrown_away(database, name):
     Path(f"{database}-wal").write_text("acknowledged")
     Path(database).with_name("link.db").symlink_to(database)
     with pytest.raises(Unavailable, match="has no database beside it; move it away first$"):
-        SQLite(str(Path(database).with_name(name))).create_database()
+        SQLite(str(Path(database).with_name(name))).open_database(creates=True)
     assert Path(f"{database}-wal").read_text() == "acknowledged"
     assert not os.path.exists(database)
 

@@ -16,7 +16,7 @@ from app import create_app
 from auth import digest
 from deployment.servers.pgserver import BINARIES, WAITS, backends, execute, silence, start_pgserver
 from engines.backup import backup, restore
-from engines.base import REQUEST_TIMEOUT, OutcomeUnknown, Unavailable
+from engines.base import REQUEST_TIMEOUT, Acquisition, OutcomeUnknown, Unavailable
 from engines.postgres import PostgreSQL
 from helpers.old_schemas import create_old_schema
 from helpers.running import (
@@ -233,7 +233,7 @@ def test_connections_keep_themselves_alive(database, query, idle):
     """Or a firewall would forget those that are idle, and a request would meet silence."""
     with closing(store_on(database + query)) as store:
         store.create_database()
-        with store.engine.acquire() as connection:
+        with Acquisition(store.engine) as connection:
             options = connection.info.get_parameters()
         assert options["keepalives_idle"] == idle
         assert options["keepalives_interval"] == "10"
