@@ -76,6 +76,17 @@ def test_full_disk_leaves_no_half_backup_and_no_half_restore(
     assert os.listdir(disk) == ["filler"]
 
 
+def test_disk_that_is_mounted_read_only_is_said_to_be_so(mount, tmp_path):
+    disk = tmp_path / "disk"
+    mount(disk, "1m")
+    database = str(disk / "gardening.db")
+    token_on(database)
+    run("mount", "-o", "remount,ro", disk)
+    for command in (["open-db"], ["token", "list"], ["token", "create", "ann"]):
+        output = run_command(database, *command, status=1)
+        assert output == f"Error: its folder cannot be written to: {database}\n"
+
+
 def test_backup_is_on_the_disk_before_it_has_its_name(store, database, file, tmp_path):
     """By an fsync of our own, whatever SQLite does."""
     calls = "trace=fsync,link,linkat"

@@ -118,6 +118,11 @@ def test_refusal_is_one_line_without_the_password(rest):
     check_refusal(f"Error: {refusal.value}\n")
 
 
+def test_parameter_that_is_not_one_of_libpq_is_refused():
+    with pytest.raises(ValueError, match="use only libpq's parameters$"):
+        PostgreSQL("postgresql://u@127.0.0.1:1/db?schema=public")
+
+
 def test_host_whose_name_cannot_be_encoded_is_refused():
     with fails(Unavailable, "idna"):
         Store(PostgreSQL("postgresql://u@a..b/db")).list_tokens()
