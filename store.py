@@ -87,9 +87,7 @@ KEY_LIFETIME = 7 * DAY  # for which an idempotency key is kept at least
 FIELDS_OF_1_2 = ("name", "postal_code", "location")
 ALWAYS = Precondition()
 WHOLE = Page(0, 2**63 - 1)  # the list as one page; no database takes a larger LIMIT
-# An account gets its row with its first Project. Until then, only tokens name it.
 Changed = TypeVar("Changed")
-ACCOUNT_NAMES = "(SELECT name FROM account UNION SELECT account FROM token) AS names"
 
 
 class Store:
@@ -324,10 +322,11 @@ class Store:
 
     def list_accounts(self) -> list[Account]:
         """Every account, sorted by name."""
+        # An account gets its row with its first Project. Until then, only tokens name it.
         rows = self.engine.read(
-            f"""SELECT names.name, coalesce(project_count, 0), coalesce(tokens, 0),
+            """SELECT names.name, coalesce(project_count, 0), coalesce(tokens, 0),
                 changed_at
-            FROM {ACCOUNT_NAMES}
+            FROM (SELECT name FROM account UNION SELECT account FROM token) AS names
             LEFT JOIN account ON account.name = names.name
             LEFT JOIN (SELECT account, max(updated_at) AS changed_at
                 FROM project GROUP BY account) AS p ON p.account = names.name
