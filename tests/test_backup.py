@@ -141,8 +141,8 @@ def test_backup_is_private_and_replaces_nothing(store, database, file):
     os.symlink("nowhere", link)
     for path in (file, link, missing):
         reason = "No such file or directory" if path == missing else "File exists"
-        told = run_command(database, "backup", path, status=1)
-        assert told == f"Error: {reason}: {path}\n"
+        output = run_command(database, "backup", path, status=1)
+        assert output == f"Error: {reason}: {path}\n"
     assert (Path(file).read_bytes(), os.readlink(link)) == (before, "nowhere")
 
 
@@ -254,8 +254,8 @@ def test_bad_backup_is_refused_in_one_line(filled, target, target_store, tmp_pat
     file = shutil.copy(filled, tmp_path)
     spoil(file, script)
     before = Path(file).read_bytes()
-    told = run_command(target, "restore", file, status=1)
-    assert re.fullmatch(f"Error: ({reason})[^\n]*: {file}\n", told)
+    output = run_command(target, "restore", file, status=1)
+    assert re.fullmatch(f"Error: ({reason})[^\n]*: {file}\n", output)
     target_store.create_database()
     assert everything(target_store)[1:] == ([], [])
     assert Path(file).read_bytes() == before

@@ -334,8 +334,8 @@ def test_file_that_may_only_be_read_is_unavailable_to_writers(open_store):
             os.chmod(database + suffix, 0o444)
         not_as_root = "os.geteuid() or os.setuid(65534)"
         printed = attempt(database, f"{not_as_root}; print(read(store)); write(store)")
-    told = f"attempt to write a readonly database: {database}"
-    assert printed == f"0\nUnavailable {told}\n"
+    reason = f"attempt to write a readonly database: {database}"
+    assert printed == f"0\nUnavailable {reason}\n"
 
 
 def test_file_in_a_folder_that_cannot_be_written_to_is_unavailable(open_store):

@@ -131,8 +131,8 @@ def test_host_whose_name_cannot_be_encoded_is_refused():
 def test_wrong_password_is_refused(database):
     """Of a role that does not exist, which the server tells nobody."""
     environment = environment_of(database.replace("postgres@", "u:Qz7wXk@"))
-    told = run(BIN / "flask", "token", "list", environment=environment, status=1)
-    check_refusal(told.stdout + told.stderr)
+    refused = run(BIN / "flask", "token", "list", environment=environment, status=1)
+    check_refusal(refused.stdout + refused.stderr)
 
 
 # Faults
