@@ -197,8 +197,8 @@ def test_account_is_deleted_with_all_its_rows(command, store, plain_sql):
 def test_account_is_deleted_only_after_a_yes(app, store):
     store.create_project("ann", {})
     words = ["account", "delete", "ann"]
-    for answer, accounts in [("n\n", 1), ("", 1), ("y\n", 0)]:
-        result = app.test_cli_runner().invoke(args=words, input=answer)
+    for typed, accounts in [("n\n", 1), ("", 1), ("y\n", 0)]:
+        result = app.test_cli_runner().invoke(args=words, input=typed)
         asked = "Delete the account ann with its Projects (1) and tokens (0)? [y/N]: "
         assert result.stdout.startswith(asked)
         assert (result.exit_code, len(store.list_accounts())) == (accounts, accounts)

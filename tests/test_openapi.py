@@ -13,7 +13,7 @@ from helpers.running import PROJECTS, ROOT
 from reading import MAX_BODY
 from store import DAY, KEY_LIFETIME, MAX_PROJECTS
 
-# What is described of hello-service, which answers any method: more would only bloat the generated
+# What is described of hello-service, which takes any method: more would only bloat the generated
 # clients.
 GREETED = {"get", "put"}
 KEY = API["components"]["parameters"]["IdempotencyKey"]["schema"]

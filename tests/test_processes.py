@@ -59,7 +59,7 @@ def test_unusable_database_is_refused_at_start(environment, database, command):
     assert Path(database).read_text() == "This is no database." * 100
 
 
-def test_newcomer_is_told_the_next_step(tmp_path):
+def test_newcomer_sees_the_next_step(tmp_path):
     copy_service(tmp_path)
     with flask_run(None, folder=tmp_path) as (_, printed):
         assert printed[0] == f"A new database: {tmp_path}/instance/gardening.db\n"

@@ -128,11 +128,11 @@ def test_size_is_a_number_from_1_to_1000(value):
 
 
 @pytest.mark.parametrize(
-    ("coordinates", "told"),
+    ("coordinates", "message"),
     [("12", ["Not a valid array."]), ([float("inf"), 0], {0: ["Must be a finite number."]})],
 )
-def test_refusal_of_coordinates_is_in_the_callers_terms(coordinates, told):
+def test_refusal_of_coordinates_is_in_the_callers_terms(coordinates, message):
     """Without a word of Python, such as tuple."""
     location = POINT | {"coordinates": coordinates}
     found = errors({"location": location})
-    assert found == {"location": {"coordinates": told}}
+    assert found == {"location": {"coordinates": message}}

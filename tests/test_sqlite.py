@@ -400,7 +400,7 @@ OUTAGES = {
 
 
 @pytest.mark.parametrize(("name", "outage"), OUTAGES.items())
-def test_code_of_an_error_tells_whether_it_is_an_outage(store, name, outage):
+def test_code_of_an_error_decides_whether_it_is_an_outage(store, name, outage):
     error = sqlite3.OperationalError("planned")
     error.sqlite_errorname = name
     for writes, expected in [(True, outage), (False, outage and Unavailable)]:

@@ -34,7 +34,7 @@ from helpers.running import (
     store_on,
     token_on,
 )
-from helpers.stores import ANSWER, fails, lasts
+from helpers.stores import RESPONSE_TIME, fails, lasts
 from helpers.testservice import copy_service
 from store import Page
 
@@ -169,7 +169,7 @@ def test_node_that_is_down_takes_only_its_accounts_along(cluster, nodes, client_
     try:
         for _ in range(3):
             for method in ("GET", "POST"):
-                with lasts(0, ANSWER):
+                with lasts(0, RESPONSE_TIME):
                     response = clients[0].open(PROJECTS, method=method, json={})
                 assert response.status_code == 503
                 assert response.json["type"] == "about:blank"  # nothing was changed

@@ -68,11 +68,11 @@ def test_full_disk_leaves_no_half_backup_and_no_half_restore(
     disk = tmp_path / "disk"
     mount(disk, "64k")
     fill(disk)
-    told = run_command(database, "backup", str(disk / "backup.db"), status=1)
-    assert told.startswith("Error: ") and f"{disk}/backup.db" in told
-    assert told.count("\n") == 1
-    told = run_command(str(disk / "restored.db"), "restore", filled, status=1)
-    assert re.fullmatch("Error: database or disk is full: .*/copy\n", told)
+    output = run_command(database, "backup", str(disk / "backup.db"), status=1)
+    assert output.startswith("Error: ") and f"{disk}/backup.db" in output
+    assert output.count("\n") == 1
+    output = run_command(str(disk / "restored.db"), "restore", filled, status=1)
+    assert re.fullmatch("Error: database or disk is full: .*/copy\n", output)
     assert os.listdir(disk) == ["filler"]
 
 

@@ -88,7 +88,7 @@ def test_commit_without_its_standby_is_in_doubt(open_store, default, key):
         assert execute(database, "SELECT last_seq FROM account") == [(2,)]
 
 
-class Answer(NamedTuple):
+class TimedResponse(NamedTuple):
     start: float  # of the call, on the clock of time.monotonic()
     seconds: float
     status: int
@@ -99,7 +99,7 @@ def test_silent_server_does_not_make_everybody_wait_in_turn(postgresql_to_break)
     """60 clients of 2 processes with 2 threads each."""
     database = postgresql_to_break.database_url("postgres")
     token = token_on(database)
-    answers, ended = [], threading.Event()
+    responses, ended = [], threading.Event()
 
     def work(number):
         path = HELLO if number % 10 == 0 else PROJECTS
@@ -107,11 +107,11 @@ def test_silent_server_does_not_make_everybody_wait_in_turn(postgresql_to_break)
             start = time.monotonic()
             with Client(port, token) as client:
                 status, *_ = client.fetch("GET", path)
-            answers.append(Answer(start, time.monotonic() - start, status, path))
+            responses.append(TimedResponse(start, time.monotonic() - start, status, path))
             ended.wait(0.5)
 
     def called_after(moment):
-        return [answer for answer in answers if answer.start > moment]
+        return [response for response in responses if response.start > moment]
 
     options = [TWO_WORKERS, "--log-level=critical"]
     with (
@@ -120,7 +120,7 @@ def test_silent_server_does_not_make_everybody_wait_in_turn(postgresql_to_break)
     ):
         works = [clients.submit(work, number) for number in range(60)]
         try:
-            wait_for(lambda: len(answers) > 200)
+            wait_for(lambda: len(responses) > 200)
             with silence(postgresql_to_break, database):
                 begin = time.monotonic()
                 wait_for(lambda: len(called_after(begin + 6)) > 300)
@@ -131,9 +131,9 @@ def test_silent_server_does_not_make_everybody_wait_in_turn(postgresql_to_break)
             ended.set()
         for each in works:
             each.result(LIMIT)
-    assert {answer.status for answer in silent if answer.path == HELLO} == {200}
-    assert 503 in {answer.status for answer in silent if answer.path == PROJECTS}
-    assert max(answer.seconds for answer in silent) < 7
+    assert {response.status for response in silent if response.path == HELLO} == {200}
+    assert 503 in {response.status for response in silent if response.path == PROJECTS}
+    assert max(response.seconds for response in silent) < 7
     # Two try at a time. A stall of the whole machine makes many others as slow, once.
-    assert median(answer.seconds for answer in late) < 1
-    assert {answer.status for answer in called_after(back + 3)} == {200}
+    assert median(response.seconds for response in late) < 1
+    assert {response.status for response in called_after(back + 3)} == {200}

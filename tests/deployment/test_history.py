@@ -20,7 +20,7 @@ from helpers.running import (
     wait_for,
     workers,
 )
-from helpers.stores import ANSWER
+from helpers.stores import RESPONSE_TIME
 
 
 def project(id, version):
@@ -220,4 +220,4 @@ def test_history_on_postgresql(postgresql_to_break):
             faults = two.kill_a_worker, two.reload, terminate, crash, fail_over
             calls = two.history(token, *faults)
         check(calls)
-        assert max(call.end - call.start for call in calls if call.status) < ANSWER
+        assert max(call.end - call.start for call in calls if call.status) < RESPONSE_TIME

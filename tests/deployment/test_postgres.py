@@ -129,7 +129,7 @@ def test_host_whose_name_cannot_be_encoded_is_refused():
 
 
 def test_wrong_password_is_refused(database):
-    """Of a role that does not exist, which the server tells nobody."""
+    """Of a role that does not exist, which the server says to nobody."""
     environment = environment_of(database.replace("postgres@", "u:Qz7wXk@"))
     refused = run(BIN / "flask", "token", "list", environment=environment, status=1)
     check_refusal(refused.stdout + refused.stderr)
@@ -376,7 +376,7 @@ CREATE TRIGGER fail BEFORE UPDATE ON project FOR EACH ROW EXECUTE FUNCTION fail(
         ("58030", Unavailable),  # io_error
     ],
 )
-def test_state_of_an_error_tells_whether_it_is_an_outage(database, store, state, error):
+def test_state_of_an_error_decides_whether_it_is_an_outage(database, store, state, error):
     id = store.create_project("ann", {}).id
     execute(database, RAISE.format(state))
     with fails(error, "planned"):

@@ -32,8 +32,8 @@ PROJECTS = "/api/v1/gardening/projects"
 
 def call(url, headers, data=None):
     headers = headers | {"Content-Type": "application/json"}
-    with urllib.request.urlopen(urllib.request.Request(url + PROJECTS, data, headers)) as answer:
-        return answer.status, json.load(answer)
+    with urllib.request.urlopen(urllib.request.Request(url + PROJECTS, data, headers)) as response:
+        return response.status, json.load(response)
 
 @pytest.mark.parametrize("turn", range(4))
 def test_every_test_starts_empty(gardening, turn):
@@ -97,11 +97,11 @@ def project(tmp_path):
     return tmp_path
 
 
-def run_their_tests(python, project, their_environment, *options, told="5 passed", status=0):
+def run_their_tests(python, project, their_environment, *options, output="5 passed", status=0):
     command = [python, "-m", "pytest", "-Werror", *options, project / "test_theirs.py"]
     theirs = their_environment | {"PYTHONPATH": str(project)}
     ended = run(*command, folder="/", environment=theirs, status=status)
-    assert told in ended.stdout
+    assert output in ended.stdout
 
 
 @pytest.mark.parametrize("options", [[], ["-n2"], ["-p", "no:cacheprovider"]], ids=str)
@@ -126,8 +126,8 @@ def test_service_may_come_from_an_environment_of_its_own(
     script = script.replace("\npip ", f"\n{shlex.join(pip)} --python {theirs} ")
     script += 'printf %s "$GARDENING_TEST_SERVICE"'
     command = run("sh", "-ec", script, folder=folder, limit=10 * LIMIT).stdout
-    told = "or set GARDENING_TEST_SERVICE to the command"
-    run_their_tests(theirs, project, their_environment, told=told, status=1)
+    message = "or set GARDENING_TEST_SERVICE to the command"
+    run_their_tests(theirs, project, their_environment, output=message, status=1)
     their_environment["GARDENING_TEST_SERVICE"] = f"{command} --bind 127.0.0.1:0"
     run_their_tests(theirs, project, their_environment)
     run(theirs, "-c", "import werkzeug", status=1)

@@ -1,4 +1,4 @@
-"""Checks an answer of the service against openapi.json."""
+"""Checks a response of the service against openapi.json."""
 
 import json
 import re
@@ -16,7 +16,7 @@ CONTENT_HEADERS = {"Content-Length", "Content-Type"}
 HELLO = "/api/v1/hello-service"
 PROBLEM = API["components"]["responses"]["NotFound"]
 ALLOW = {"Allow": {"required": True, "schema": {"type": "string"}}}
-# What answers where no operation does.
+# The responses where no operation is described.
 ELSEWHERE = {404: PROBLEM, 405: PROBLEM | {"headers": PROBLEM["headers"] | ALLOW}, 500: PROBLEM}
 
 
@@ -111,13 +111,13 @@ def assert_problem(response, status):
 
 
 class CheckedClient(FlaskClient):
-    """Checks each answer against openapi.json."""
+    """Checks each response against openapi.json."""
 
     def open(self, *args, **options):
         # Buffered, it closes what the application returns, as a server has to (PEP 3333).
-        answer = super().open(*args, buffered=True, **options)
-        request = answer.request
-        received = answer.status_code, answer.headers, answer.data
-        names = set(answer.headers.keys()) - CONTENT_HEADERS
+        response = super().open(*args, buffered=True, **options)
+        request = response.request
+        received = response.status_code, response.headers, response.data
+        names = set(response.headers.keys()) - CONTENT_HEADERS
         check_response(request.method, request.path, *received, names)
-        return answer
+        return response

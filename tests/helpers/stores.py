@@ -14,7 +14,7 @@ from engines.base import Unavailable
 from helpers.running import LIMIT, openings, wait_for
 
 REFUSED_BY_BREAKER = "not tried: requests have just timed out"
-ANSWER = 6  # seconds within which the service answers, whatever happens
+RESPONSE_TIME = 6  # seconds within which the service responds, whatever happens
 
 
 def read(row):
@@ -65,7 +65,7 @@ def result_after_unlock(lock, database, work):
 
 
 @contextmanager
-def lasts(at_least, at_most=ANSWER):
+def lasts(at_least, at_most=RESPONSE_TIME):
     start = time.monotonic()
     yield
     assert at_least <= time.monotonic() - start <= at_most

@@ -1,6 +1,6 @@
 """Clients that others generate from openapi.json: without a warning, and they work.
 
-It knows no rule of the service: it shows that a program reads what the service answers as values of
+It knows no rule of the service: it shows that a program reads what the service returns as values of
 the types that the generator made.
 """
 
@@ -27,7 +27,7 @@ def database(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def url(database):
-    """The service, which tells the generators its own address."""
+    """The service, whose description names its own address."""
     with gunicorn(environment_of(database)) as (_, port):
         yield f"http://127.0.0.1:{port}"
 
@@ -116,8 +116,8 @@ def test_python_client_of_openapi_generator_works(url, database, generated):
     options = ["-i", f"{url}/openapi.json", "-o", generated]
     printed = run(*command, *options, environment=environment)
     warnings = re.findall("(?m)^.* (?:WARN|ERROR) .*$", printed.stdout + printed.stderr)
-    told = [line for line in warnings if not any(map(line.count, OF_ANY_DOCUMENT))]
-    assert told == []
+    others = [line for line in warnings if not any(map(line.count, OF_ANY_DOCUMENT))]
+    assert others == []
     token = token_on(database, "openapi-generator")
     with closing(PythonClient(url, token)) as client:
         use(client)
