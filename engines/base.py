@@ -20,8 +20,6 @@ Rows = list[Any]
 Columns = dict[str, object]  # some of a Project's, as they are stored
 REQUEST_TIMEOUT = 4.5  # seconds for a statement or a transaction of a request
 COMMAND_TIMEOUT = 3600  # seconds for a backup, a restore, a migration, a deletion
-# PostgreSQL refuses text with U+0000. No id has a "?", so none is found with one in its place.
-UNSTORABLE = "\0", "?"
 PAUSE = 1.0  # seconds for which a breaker refuses everybody
 TRIAL_INTERVAL = 5.0  # seconds between two callers whom a half-open breaker lets try
 
@@ -71,7 +69,8 @@ class Connection(ABC):
     # The columns of a ProjectPage: Projects behind the seq :after, less the first :offset, at most
     # :size.
     LIST: str
-    # The last statement returns the Project. One without a row ends it: the account is full.
+    # One statement, or several. One that returns no row is the last: the account is full. Otherwise
+    # the last one returns the Project.
     CREATE: tuple[str, ...]
     # <changes> stands for assignments to columns, each with a comma after it.
     UPDATE: str
@@ -83,7 +82,8 @@ class Connection(ABC):
     may_have_committed = True
 
     def get_project(self, account: str, id: str) -> Project | None:
-        rows = self.fetch(self.GET, {"account": account, "id": id.replace(*UNSTORABLE)})
+        # PostgreSQL refuses text with U+0000. No id has a "?", so none is found with one.
+        rows = self.fetch(self.GET, {"account": account, "id": id.replace("\0", "?")})
         return Project(*rows[0]) if rows else None
 
     def list_projects(self, account: str, size: int, after: int, offset: int) -> ProjectPage:
@@ -176,7 +176,7 @@ def change_parameters(account: str, id: str, condition: Precondition) -> Paramet
     if_match, if_none_match = condition
     return {
         "account": account,
-        "id": id.replace(*UNSTORABLE),
+        "id": id.replace("\0", "?"),  # as in get_project
         "list_revision": secrets.token_hex(8),
         "if_match": None if if_match is None else json.dumps(if_match),
         # None, so that the database parses nothing.
