@@ -25,7 +25,7 @@ def new_file(path: str) -> Iterator[str]:
     Only its owner can read it. Raises OSError; FileExistsError if the name is taken.
     """
     if os.path.lexists(path):  # to fail before the work; `give_name` decides
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
     folder = os.path.dirname(os.path.abspath(path))
     file, partial = tempfile.mkstemp(".partial", "gardening-", folder)
     os.close(file)
@@ -48,7 +48,7 @@ def give_name(partial: str, path: str) -> None:
         os.link(partial, path)
     except OSError:  # the name is taken, or the file system knows no links: a USB stick
         if os.path.lexists(path):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from None
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
         os.rename(partial, path)
 
 

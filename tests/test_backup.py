@@ -341,7 +341,7 @@ def test_copy_is_beside_the_data_and_not_in_tmp(
 def test_file_that_appears_during_a_backup_is_not_replaced(source, file, monkeypatch):
     """On a file system with links, and on one without."""
     for link in (os.link, None):
-        with pytest.raises(FileExistsError), new_file(file) as unnamed:
+        with pytest.raises(FileExistsError, match=f"'{file}'$"), new_file(file) as unnamed:
             Path(unnamed).write_text("a backup")
             Path(file).write_text("theirs")
             if link is None:
