@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 from contextlib import closing
 from datetime import date
@@ -15,7 +16,7 @@ from click.testing import CliRunner
 
 from app import create_app
 from commands import TokenID
-from helpers.running import BIN, run
+from helpers.running import BIN, LIMIT, ROOT, run
 
 
 def test_list_shows_ids_and_times_but_no_token(command):
@@ -252,6 +253,23 @@ def test_full_device_is_one_line_and_hides_no_id(shell, store):
     assert shell("token list >/dev/full", status=1).stderr == f"Error: {FULL}\n"
     assert shell("token create ann 2>/dev/full").stdout.startswith("gardening_")
     assert len(store.list_tokens()) == 2
+
+
+def test_reader_that_has_gone_away_is_no_error(environment):
+    """As `head` does once it has its lines."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as stdout:
+        ended = subprocess.run(
+            [BIN / "flask", "token", "list"],
+            cwd=ROOT,
+            env=environment,
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            timeout=LIMIT,
+            check=False,
+        )
+    assert ended.stderr == b""
 
 
 def test_closed_stream_leaves_nothing_half_done(shell, store, tmp_path, another_database):
