@@ -38,7 +38,7 @@ REBUILD_ACCOUNTS = """
 
 
 class BadBackup(Exception):
-    """The file cannot be restored, and nothing was changed."""
+    """The file cannot be restored, and no row was changed."""
 
 
 def backup(engine: Engine, path: str) -> None:
@@ -61,8 +61,9 @@ def backup(engine: Engine, path: str) -> None:
 def restore(engine: Engine, path: str) -> None:
     """Fill an empty database with a backup that was made by this release or any since 2.0.0.
 
-    All of it, or nothing. Creates the database if it is missing. Raises BadBackup; and
-    Unavailable, also if the database is not empty.
+    All of its rows, or none. Creates the database if it is missing; if that is on PostgreSQL, or
+    the file is there but empty, a failure leaves empty tables. Raises BadBackup; and Unavailable,
+    also if the database is not empty.
     """
     try:
         with scratch(engine.folder) as folder, closing(SQLite(f"{folder}/copy")) as copy:
@@ -79,7 +80,7 @@ def restore(engine: Engine, path: str) -> None:
                 engine.open_database(creates=True)
                 copy_rows(copy, engine)
     except OSError as error:
-        raise Unavailable(f"{error.strerror}: {error.filename}") from error
+        raise Unavailable(f"{error.strerror}: {error.filename or engine.name}") from error
     except UnicodeDecodeError as error:  # an error of SQLite whose message is no UTF-8
         raise BadBackup(f"the backup is damaged: {path}") from error
     except (BadBackup, sqlite3.Error, engine.ERROR) as error:

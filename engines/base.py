@@ -187,9 +187,9 @@ def change_parameters(account: str, id: str, condition: Precondition) -> Paramet
 class Breaker:
     """A circuit breaker: after a caller's timeout, others are refused for a while.
 
-    Closed, it lets everybody pass. It opens for PAUSE seconds, in which nobody passes. Then it is
-    half-open: one caller may try, and closes it unless that times out as well. If the caller has no
-    response after TRIAL_INTERVAL, one more may try.
+    Closed, it lets everybody pass. It opens for PAUSE seconds, in which it admits nobody. Then it
+    is half-open: one caller may try. If that caller has no response after TRIAL_INTERVAL, one more
+    may. Whoever is served closes it, even a caller who was admitted before it opened.
     """
 
     def __init__(self) -> None:
