@@ -164,7 +164,8 @@ class Store:
             if is_first:
                 project = connection.create_project(account, id, columns, now, self._max_projects)
                 if project is None:
-                    connection.rollback()  # the key stays free
+                    # The key stays free. Raised here, AccountFull would close the connection.
+                    connection.rollback()
                 else:
                     forget_keys(connection, account, before=now - KEY_LIFETIME)
         if project is not None:

@@ -70,8 +70,8 @@ def restore(engine: Engine, path: str) -> None:
             copy_file(path, f"{folder}/copy")
             # Only now, so that a file that is no backup creates nothing.
             file = os.path.realpath(engine.name)
-            is_missing = not (os.path.exists(file) or os.path.exists(f"{file}-wal"))
-            if engine.folder and is_missing:
+            if engine.folder and not (os.path.exists(file) or os.path.exists(f"{file}-wal")):
+                # Cut off, it must not leave an empty database: the service would start on that.
                 if engine.is_default:
                     os.makedirs(engine.folder, exist_ok=True)
                 write_file(copy, file)
@@ -80,7 +80,7 @@ def restore(engine: Engine, path: str) -> None:
                 engine.open_database(creates=True)
                 copy_rows(copy, engine)
     except OSError as error:
-        raise Unavailable(f"{error.strerror}: {error.filename or engine.name}") from error
+        raise Unavailable(f"{error.strerror}: {error.filename}") from error
     except UnicodeDecodeError as error:  # an error of SQLite whose message is no UTF-8
         raise BadBackup(f"the backup is damaged: {path}") from error
     except (BadBackup, sqlite3.Error, engine.ERROR) as error:

@@ -69,8 +69,8 @@ class Connection(ABC):
     # The columns of a ProjectPage: Projects behind the seq :after, less the first :offset, at most
     # :size.
     LIST: str
-    # One statement, or several. One that returns no row is the last: the account is full. Otherwise
-    # the last one returns the Project.
+    # One statement or several; the last one returns the Project. If any returns no row, the account
+    # is full.
     CREATE: tuple[str, ...]
     # <changes> stands for assignments to columns, each with a comma after it.
     UPDATE: str

@@ -115,8 +115,9 @@ class DatabaseFile:
         """Count a connection of this process.
 
         Raises Unavailable if this process was forked from one that had the file open. It has
-        inherited SQLite's record of the locks that are held there, but not the locks, so it would
-        take none for its own connections.
+        inherited SQLite's record of the locks that are held there, but not the locks. So it would
+        take none for its own connections, and the parent's last close would delete the -wal that
+        they write.
         """
         if any(id == self._id and pid != os.getpid() for id, pid in list(USERS)):
             raise Unavailable(f"opened before this process forked: {self.path}")
