@@ -4,9 +4,12 @@ import os
 import secrets
 import sqlite3
 import stat
+import sys
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+import click
 
 from engines.base import COMMAND_TIMEOUT, Acquisition, Engine, Unavailable
 from engines.fields import FIELDS
@@ -145,7 +148,8 @@ def copy_rows(source: Engine, target: Engine) -> None:
     """Copy the rows of every table, in one transaction on each side.
 
     The Projects of each account are counted anew. The lists get new ETags, since something other
-    than the service may have written to the source. Raises Unavailable unless the target is empty.
+    than the service may have written to the source. A terminal at standard error shows how far the
+    copy is. Raises Unavailable unless the target is empty.
     """
     # An error passes through `translate_error` of both engines, first of the target. If both are
     # SQLite, the target takes an error of the source for its own, and names its file. That is rare,
@@ -158,9 +162,20 @@ def copy_rows(source: Engine, target: Engine) -> None:
                 if table == "account":
                     # SQLite's triggers have filled it with lower values of last_seq.
                     writer.fetch("DELETE FROM account", {})
+                [(count,)] = reader.fetch(f"SELECT count(*) FROM {table}", {})
                 rows = reader.stream(f"SELECT {', '.join(columns)} FROM {table}")
-                with closing(rows):  # before its connection, also after a row that was refused
-                    writer.insert(table, columns, rows)
+                progress_bar = click.progressbar(
+                    rows,
+                    count,
+                    table,
+                    show_pos=True,
+                    hidden=not (sys.stderr and sys.stderr.isatty()),  # None if it was closed
+                    file=sys.stderr,
+                    update_min_steps=max(1, count // 1000),
+                )
+                # Closed before its connection, also after a row that was refused.
+                with closing(rows), progress_bar as shown:
+                    writer.insert(table, columns, iter(shown))  # next(shown) ends after a row
             writer.advance_token_sequence()
             writer.fetch(REBUILD_ACCOUNTS, {"list_revision": secrets.token_hex(8)})
         reader.commit()

@@ -6,8 +6,9 @@ import random
 import re
 import shutil
 import sqlite3
+import subprocess
 import threading
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from engines.base import Unavailable
 from engines.files import new_file
 from engines.migrations import OLDEST, SCHEMA_VERSION
 from helpers.old_schemas import create_old_schema
-from helpers.running import BIN, LIMIT, POINT, environment_of, run, store_on
+from helpers.running import BIN, LIMIT, POINT, ROOT, environment_of, run, store_on
 from helpers.stores import is_sqlite
 from helpers.testservice import copy_service
 from store import KeyReused, KeySpent, Page
@@ -144,6 +145,36 @@ def test_backup_is_private_and_replaces_nothing(store, database, file):
         output = run_command(database, "backup", path, status=1)
         assert output == f"Error: {reason}: {path}\n"
     assert (Path(file).read_bytes(), os.readlink(link)) == (before, "nowhere")
+
+
+def shown_on_a_terminal(database, *arguments, status=0):
+    """What a command prints to standard error where that is a terminal."""
+    terminal, other_end = os.openpty()
+    with open(terminal, errors="replace") as screen:
+        with open(other_end, "wb") as stderr:
+            ended = subprocess.run(
+                [BIN / "flask", *arguments],
+                cwd=ROOT,
+                env=environment_of(database),
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                timeout=LIMIT,
+                check=False,
+            )
+        shown = []
+        with suppress(OSError):  # the end of what was written
+            shown.extend(iter(lambda: screen.read(1), ""))
+    assert ended.returncode == status, shown
+    return "".join(shown)
+
+
+def test_terminal_shows_how_far_a_restore_is(filled, target, tmp_path):
+    """Elsewhere nothing is shown, as the other tests see."""
+    bad = shutil.copy(filled, tmp_path / "bad.db")
+    spoil(bad, "LOOSE project; UPDATE project SET seq = NULL WHERE account = 'bob'")
+    *_, message = shown_on_a_terminal(target, "restore", bad, status=1).splitlines()
+    assert message.startswith("Error: ") and message.endswith(f": {bad}")
+    assert "61/61" in shown_on_a_terminal(target, "restore", filled)
 
 
 def test_backup_is_the_state_of_one_moment(store, file, tmp_path):

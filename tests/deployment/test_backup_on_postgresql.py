@@ -7,7 +7,7 @@ import pytest
 
 from deployment.servers.pgserver import silence
 from deployment.test_disk import test_full_disk_leaves_no_half_backup_and_no_half_restore
-from engines.backup import backup
+from engines.backup import backup, restore
 from engines.base import Unavailable
 from helpers.running import run
 from test_backup import *
@@ -21,6 +21,11 @@ def database(postgresql):
 @pytest.fixture
 def target(another_postgresql):
     return another_postgresql
+
+
+def test_terminal_shows_how_far_a_backup_is(store, filled, database, file):
+    restore(store.engine, filled)
+    assert "61/61" in shown_on_a_terminal(database, "backup", file)
 
 
 def test_silence_of_the_server_is_not_blamed_on_the_file(store, pgserver, database, file):
