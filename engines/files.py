@@ -46,9 +46,8 @@ def give_name(partial: str, path: str) -> None:
     """Raises FileExistsError rather than replace a file."""
     try:
         os.link(partial, path)
-    except OSError:  # the name is taken, or the file system knows no links: a USB stick
-        if os.path.lexists(path):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
+    except OSError:  # the name is taken, or the file system has no links, as on a USB stick
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
         os.rename(partial, path)
 
 
@@ -82,8 +81,8 @@ class DatabaseFile:
     def create(self) -> None:
         """Create the file, unless one was seen or has the name. Raises OSError, Unavailable."""
         wal = f"{self.target}-wal"
-        # The -wal is looked for first, then the file. Another process that creates the database
-        # makes the file before its -wal. So a -wal without a file is what a lost database has left.
+        # Look for the -wal first: another process that creates the database makes the file before
+        # its -wal. So a -wal without a file is what a lost database has left.
         has_wal = os.path.exists(wal)
         if self._id or os.path.exists(self.path):
             return
@@ -160,7 +159,7 @@ class DatabaseFile:
 
 
 class Memory:
-    """In the place of a DatabaseFile, for a database in memory: there is nothing to look at."""
+    """Stands in for the DatabaseFile of a database in memory."""
 
     def create(self) -> None: ...
 
