@@ -66,6 +66,7 @@ SET default_transaction_isolation = 'read committed';
 SELECT set_config('synchronous_commit', 'on', false)
 WHERE current_setting('synchronous_commit') IN ('off', 'local');
 """
+IS_ON_CLUSTER = "SELECT EXISTS (SELECT FROM pg_extension WHERE extname = 'citus')"
 
 
 def document_sql() -> str:
@@ -113,9 +114,9 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
             ORDER BY seq LIMIT :size OFFSET :offset) AS page"""
     # The order of locks: every change of a Project, and the deletion of an account, locks the
     # account's row first. So the revisions of an account are in the order of the commits, and no
-    # two writers can deadlock. There is one exception. Store._create_once locks the row of the key
-    # before. But if the key is new, nobody else can see its row until the commit; and a writer who
-    # finds an old key does not go on to the account.
+    # two writers can deadlock. The one exception is Store._create_once, which locks the row of its
+    # key first. But nobody else can see the row of a new key before the commit, and with an old key
+    # it locks nothing more. The keys that it forgets it locks after the account.
     CREATE: tuple[str, ...] = (
         f"""
         WITH counted AS ({COUNT_PROJECT})
@@ -124,11 +125,11 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
         SELECT :id, name, last_seq, :now, :now, :{", :".join(SETTABLE)} FROM counted
         RETURNING id, {ETAG}, convert_to({DOCUMENT}, 'UTF8')""",
     )
-    # A change tests its condition twice. With the account: a change that is not allowed finds no
-    # account, and so locks nothing. With the Project: while the statement waited for the account's
-    # lock, another writer may have changed the Project. At the level READ COMMITTED, PostgreSQL
-    # evaluates a WHERE again on the newest version of such a row. If only this second test refuses
-    # an update, the account's lists have got a new revision for nothing.
+    # UPDATE and DELETE test the condition twice. The first test, with the account, keeps a change
+    # that is not allowed from locking anything. The second, with the Project, is needed because
+    # another writer may change the Project while the statement waits for the account's lock: at
+    # READ COMMITTED, PostgreSQL evaluates the WHERE again on the newest version of the row. If only
+    # the second test refuses an update, the account's lists get a new revision for nothing.
     #
     # `list_revision` is a parameter, since Citus allows no volatile function in an UPDATE.
     UPDATE = f"""
@@ -163,14 +164,11 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
         SELECT id FROM deleted"""
 
     deadline: float  # on the clock of time.monotonic()
+    is_on_cluster: bool
 
     @cached_property
     def cursors(self) -> defaultdict[str, psycopg.Cursor[tuple[Any, ...]]]:
-        """A cursor for each statement.
-
-        It keeps what psycopg has found out about the columns. With another statement, it would have
-        to find that out again.
-        """
+        """A cursor for each statement, which keeps what psycopg has found out about its columns."""
         return defaultdict(partial(self.cursor, binary=True))
 
     def fetch(self, sql: str, parameters: Parameters) -> Rows:
@@ -185,7 +183,7 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
 
     def begin(self, seconds: float) -> None:
         self.execute("BEGIN")
-        if seconds != REQUEST_TIMEOUT:
+        if seconds != REQUEST_TIMEOUT:  # which SETTINGS and `is_usable` have set
             self.set_timeouts(seconds)
 
     def is_usable(self) -> bool:
@@ -235,21 +233,11 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
                     reason = "processes of an older release still write"
                     raise Unavailable(f"{reason}: stop them, and try again") from error
         if scripts:
-            self.propagate_mark()
-            # Until now, it was that of the command.
-            self.deadline = time.monotonic() + REQUEST_TIMEOUT
+            self.deadline = time.monotonic() + REQUEST_TIMEOUT  # in place of the command's
         return int(version)
 
-    def leads_to_cluster(self) -> bool:
-        select = "SELECT EXISTS (SELECT FROM pg_extension WHERE extname = 'citus')"
-        [(found,)] = self.execute(select)
-        return bool(found)
-
     def require_coordinator(self) -> None:
-        """Does nothing here; see ClusterConnection."""
-
-    def propagate_mark(self) -> None:
-        """Does nothing here; see ClusterConnection."""
+        """On a cluster, raises Unavailable at a worker, where the tables cannot be changed."""
 
     def begin_snapshot(self) -> None:
         self.execute("BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY")
@@ -303,18 +291,20 @@ class ClusterConnection(PostgreSQLConnection):
                 raise OutcomeUnknown(one_line(error)) from error
             raise
 
+    def bring_up_to_date(self, engine: Engine, creates: bool) -> int:
+        version = super().bring_up_to_date(engine, creates)
+        if version != migrations.SCHEMA_VERSION:
+            # Citus copies no comment to the workers. deploy/citus.sql has the same statement.
+            self.execute("""SELECT run_command_on_workers(
+                format('COMMENT ON TABLE project IS %L',
+                    obj_description('project'::regclass, 'pg_class')))""")
+        return version
+
     def require_coordinator(self) -> None:
-        """Raise Unavailable at a worker, where the tables cannot be changed."""
         [(found,)] = self.execute("SELECT citus_is_coordinator()")
         if not found:
             hint = "if it did that already, run citus.sql on it again"
             raise Unavailable(f"connect to the coordinator to change the tables; {hint}")
-
-    def propagate_mark(self) -> None:
-        """Tell the workers: Citus copies no comment. deploy/citus.sql has the same statement."""
-        self.execute("""SELECT run_command_on_workers(
-            format('COMMENT ON TABLE project IS %L',
-                obj_description('project'::regclass, 'pg_class')))""")
 
 
 class PostgreSQL(Engine):
@@ -338,6 +328,14 @@ class PostgreSQL(Engine):
         self._connection_class = PostgreSQLConnection
 
     def open_connection(self, creates: bool) -> PostgreSQLConnection:
+        connection = self._open()
+        if connection.is_on_cluster and not isinstance(connection, ClusterConnection):
+            connection.close()
+            self._connection_class = ClusterConnection
+            connection = self._open()
+        return connection
+
+    def _open(self) -> PostgreSQLConnection:
         started = time.monotonic()
         try:
             connection = self._connection_class.connect(
@@ -351,16 +349,11 @@ class PostgreSQL(Engine):
         connection.deadline = started + REQUEST_TIMEOUT
         try:
             connection.execute(SETTINGS)
-            if self.is_up_to_date or isinstance(connection, ClusterConnection):
-                return connection
-            if not connection.leads_to_cluster():
-                return connection
+            [(connection.is_on_cluster,)] = connection.execute(IS_ON_CLUSTER)
         except BaseException:
             connection.close()
             raise
-        connection.close()
-        self._connection_class = ClusterConnection
-        return self.open_connection(creates)
+        return connection
 
     def is_timeout(self, error: BaseException) -> bool:
         return isinstance(error, ServerTimeout)
@@ -368,7 +361,7 @@ class PostgreSQL(Engine):
     def translate_error(self, error: BaseException, may_have_committed: bool) -> Unavailable | None:
         state = getattr(error, "sqlstate", None) or ""
         if is_lost(error):
-            if not state:  # with one, it is another node of the cluster that was lost
+            if self.is_timeout(error):
                 self.close()  # the idle connections are to the same server
             kind = OutcomeUnknown if may_have_committed else Unavailable
             return kind(one_line(error))
