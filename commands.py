@@ -150,7 +150,7 @@ def delete_account(account: str, yes: bool) -> None:
 def create_database() -> None:
     """Create the database unless there is one, and bring it up to date."""
     store = current_store()
-    store.create_database()
+    store.engine.open_database(creates=True)
     report_new(store)
 
 
@@ -218,7 +218,7 @@ def welcome(app: Flask, host: str, port: int, cert: object, **_: object) -> None
     """On `flask run`, create the database, and say what to do next, or what is wrong."""
     store: Store = app.extensions["store"]
     try:
-        store.create_database()
+        store.engine.open_database(creates=True)
         report_new(store)
         has_tokens = bool(store.list_tokens())
     except Unavailable as error:

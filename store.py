@@ -9,14 +9,13 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from engines.base import (
     COMMAND_TIMEOUT,
     REQUEST_TIMEOUT,
     Acquisition,
     Columns,
-    Connection,
     Engine,
     Precondition,
     Project,
@@ -54,10 +53,9 @@ class ProjectList(NamedTuple):
 class Page(NamedTuple):
     """The part of a list that a caller asks for."""
 
-    number: int  # from 0
+    number: int  # from 0; with `after`, the response only repeats it
     size: int  # Projects
-    # Start behind this Project (its seq). `number` then only appears in the response.
-    after: int | None = None
+    after: int | None = None  # the seq of the Project after which the page begins
 
 
 class Caller(NamedTuple):
@@ -83,11 +81,11 @@ class Token(NamedTuple):
 Fields = Mapping[str, object]  # some or all of those that a caller can set
 DAY = 86_400_000  # milliseconds
 MAX_PROJECTS = 10_000  # of an account, unless a setting says otherwise
-KEY_LIFETIME = 7 * DAY  # for which an idempotency key is kept at least
+KEY_LIFETIME = 7 * DAY  # the minimum for an idempotency key
 FIELDS_OF_1_2 = ("name", "postal_code", "location")
 ALWAYS = Precondition()
 WHOLE = Page(0, 2**63 - 1)  # the list as one page; no database takes a larger LIMIT
-Changed = TypeVar("Changed")
+ATTEMPTS = 2  # on Citus, a change may miss a Project that is moving to another node
 
 
 class Store:
@@ -112,10 +110,6 @@ class Store:
     def close(self) -> None:
         """Close the idle connections. The store can still be used, and opens new ones."""
         self.engine.close()
-
-    def create_database(self) -> None:
-        """Bring the database up to date, or create it."""
-        self.engine.open_database(creates=True)
 
     def check(self) -> None:
         """Raises Unavailable if the database cannot be read now."""
@@ -160,17 +154,25 @@ class Store:
                 RETURNING project, fingerprint""",
                 claim,
             )
-            is_first, project = first_id == id, None
-            if is_first:
+            is_new = first_id == id
+            project = None
+            if is_new:
                 project = connection.create_project(account, id, columns, now, self._max_projects)
-                if project is None:
-                    # The key stays free. Raised here, AccountFull would close the connection.
-                    connection.rollback()
-                else:
-                    forget_keys(connection, account, before=now - KEY_LIFETIME)
+            if project is not None:
+                # Ten, so that no request takes long, and more are deleted than added.
+                connection.fetch(
+                    """DELETE FROM idempotency_key WHERE account = :account AND key IN
+                        (SELECT key FROM idempotency_key
+                        WHERE account = :account AND created_at < :before
+                        ORDER BY created_at LIMIT 10)""",
+                    {"account": account, "before": now - KEY_LIFETIME},
+                )
+            elif is_new:
+                # The key stays free. Raised here, AccountFull would close the connection.
+                connection.rollback()
         if project is not None:
             return project
-        if is_first:
+        if is_new:
             raise AccountFull(self._max_projects)
         # A key whose Project is gone is spent, whatever fields come with it.
         try:
@@ -194,42 +196,29 @@ class Store:
     ) -> Project:
         """Change these fields and raise the version by 1. Raises NotFound, Stale."""
         columns = as_columns(fields)
-        return self._change(
-            account,
-            id,
-            condition,
-            lambda connection: connection.update_project(
-                account, id, columns, self._now(), condition
-            ),
-        )
+        for _ in range(ATTEMPTS):
+            with self.engine.writer() as connection:
+                project = connection.update_project(account, id, columns, self._now(), condition)
+            if project is not None:
+                return project
+            self._raise_refusal(account, id, condition)
+        raise Unavailable("the Project could not be changed")
 
     def delete_project(self, account: str, id: str, condition: Precondition = ALWAYS) -> None:
         """Delete a Project and all that belongs to it. Raises NotFound, Stale."""
-        self._change(
-            account,
-            id,
-            condition,
-            lambda connection: connection.delete_project(account, id, condition),
-        )
-
-    def _change(
-        self,
-        account: str,
-        id: str,
-        condition: Precondition,
-        change: Callable[[Connection], Changed | None],
-    ) -> Changed:
-        """What the change of a Project returns. Raises NotFound, Stale."""
-        for _ in range(2):
+        for _ in range(ATTEMPTS):
             with self.engine.writer() as connection:
-                changed = change(connection)
-            if changed:
-                return changed
-            self.get_project(account, id)
-            if condition.if_match is not None or condition.if_none_match:
-                raise Stale
-            # On Citus, a change may miss a Project that moves to another node: try once more.
-        raise Unavailable("the Project is there, but could not be changed")
+                is_deleted = connection.delete_project(account, id, condition)
+            if is_deleted:
+                return
+            self._raise_refusal(account, id, condition)
+        raise Unavailable("the Project could not be deleted")
+
+    def _raise_refusal(self, account: str, id: str, condition: Precondition) -> None:
+        """Raises NotFound or Stale if that is why a change was not made."""
+        self.get_project(account, id)
+        if condition.if_match is not None or condition.if_none_match:
+            raise Stale
 
     def list_etag(self, account: str, page: Page | None = None) -> str:
         """The ETag of what `list_projects` returns, without rendering the Projects.
@@ -342,14 +331,12 @@ class Store:
         """Delete the account and all that it owns, if there is such an account."""
         with self.engine.writer(COMMAND_TIMEOUT) as connection:
             for sql in (
-                # Locks the account's row, as every change of a Project does first: see
-                # engines/postgres.py. It makes the row if only tokens have the account.
+                # Lock the account's row, or make it: see "The order of locks" in
+                # engines/postgres.py.
                 """INSERT INTO account (name, list_revision) VALUES (:name, '')
                 ON CONFLICT (name) DO UPDATE SET list_revision = account.list_revision""",
                 "DELETE FROM project WHERE account = :name",
                 "DELETE FROM token WHERE account = :name",
-                # No deadlock with _create_once, which locks its key first: nobody can see a new key
-                # yet, and the holder of an old one waits for nothing.
                 "DELETE FROM idempotency_key WHERE account = :name",
                 "DELETE FROM account WHERE name = :name",
             ):
@@ -357,20 +344,6 @@ class Store:
 
     def _now(self) -> int:
         return int(self._clock() * 1000)
-
-
-def forget_keys(connection: Connection, account: str, before: int) -> None:
-    """Delete the oldest idempotency keys of an account, if they are from before this time.
-
-    Ten of them, so that no request takes long, and more go than come.
-    """
-    connection.fetch(
-        """DELETE FROM idempotency_key WHERE account = :account AND key IN
-            (SELECT key FROM idempotency_key
-            WHERE account = :account AND created_at < :before
-            ORDER BY created_at LIMIT 10)""",
-        {"account": account, "before": before},
-    )
 
 
 def etag_of(revision: str | None, page: Page | None) -> str:

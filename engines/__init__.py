@@ -10,7 +10,7 @@ def engine_on(database: str, default: str) -> Engine:
     Raises ValueError for a setting that names none, or if its driver is missing.
     """
     if database != database.strip():
-        raise ValueError("FLASK_DATABASE must not start or end in white space")
+        raise ValueError("FLASK_DATABASE must not start or end with whitespace")
     if not database:
         return SQLite(default, is_default=True)
     if database.startswith("postgresql://"):

@@ -66,19 +66,18 @@ class Connection(ABC):
 
     # Those that return a Project return its id, its ETag and its document; or no row.
     GET: str
-    # The columns of a ProjectPage: Projects behind the seq :after, less the first :offset, at most
-    # :size.
+    # The columns of a ProjectPage: up to :size Projects with seq > :after, skipping :offset.
     LIST: str
-    # One statement or several; the last one returns the Project. If any returns no row, the account
-    # is full.
+    # One statement or several, of which the last returns the Project. If one returns no row, the
+    # account is full.
     CREATE: tuple[str, ...]
     # <changes> stands for assignments to columns, each with a comma after it.
     UPDATE: str
     # Returns the id, or no row.
     DELETE: str
-    needs_transaction = False  # even for one statement that writes
-    # Whether a write that fails now may have been committed nevertheless. In a transaction, that
-    # can only be so during the COMMIT. `Engine.writer` sets it.
+    needs_transaction = False  # for a single statement that writes
+    # Whether a write that fails now may have been committed. In a transaction, only one that fails
+    # at the COMMIT may; `Engine.writer` keeps track.
     may_have_committed = True
 
     def get_project(self, account: str, id: str) -> Project | None:
@@ -141,7 +140,7 @@ class Connection(ABC):
     def close(self) -> None: ...
 
     def is_usable(self) -> bool:
-        """Whether a request can begin on the connection, which was idle."""
+        """Whether an idle connection can serve another request."""
         return True
 
     @abstractmethod
@@ -252,11 +251,11 @@ class Engine(ABC):
         return nullcontext()
 
     def open_database(self, creates: bool = False) -> None:
-        """Bring the database up to date; with `creates`, create it if it is missing.
+        """Bring the database up to date. Raises Unavailable.
 
-        Unless it is the default one, nothing else creates it. An empty database in place of one
-        that a setting names would hide a lost one, or a path that is slightly wrong. Raises
-        Unavailable.
+        A missing database is created if it is the default one, or with `creates`. No other method
+        creates one: in place of a database that a setting names, an empty one would hide a loss or
+        a mistyped path.
         """
         self.was_created = False
         with Acquisition(self, writes=True, creates=creates or self.is_default):
@@ -273,9 +272,9 @@ class Engine(ABC):
 
     @contextmanager
     def writer(self, seconds: float | None = None) -> Iterator[Connection]:
-        """A connection for one statement that writes. Raises Unavailable, OutcomeUnknown.
+        """A connection for one statement that writes, or with `seconds` for a transaction.
 
-        With `seconds`, it is for several statements: a transaction that may take this long.
+        The transaction may take this long. Raises Unavailable, OutcomeUnknown.
         """
         with Acquisition(self, writes=True) as connection, self.write_lock():
             if seconds is None and not connection.needs_transaction:
@@ -324,10 +323,10 @@ class Engine(ABC):
 
 
 class Acquisition:
-    """A context that has a connection, and releases it, or closes it after an error.
+    """Borrows a connection for a `with` block, and closes it after an error.
 
-    It raises Unavailable, OutcomeUnknown. It is a class, since a generator would cost a read a
-    tenth of its time.
+    Raises Unavailable, OutcomeUnknown. A generator in place of the class would make a read a tenth
+    slower.
     """
 
     def __init__(self, engine: Engine, writes: bool = False, creates: bool = False) -> None:

@@ -1,7 +1,4 @@
-"""The engine on one SQLite file, or in memory.
-
-Threads and processes may share a file, and a write that has returned is on the disk.
-"""
+"""The engine on one SQLite file, or in memory."""
 
 import os
 import re
@@ -91,9 +88,9 @@ class SQLiteConnection(sqlite3.Connection, Connection):
         self.execute("BEGIN IMMEDIATE")
 
     def close(self) -> None:
-        """Close the connection, and leave no -wal behind if the name leads to another file by now.
+        """Close the connection, and leave no -wal that SQLite would apply to another file.
 
-        SQLite would apply that -wal to the new file. So its contents go into the old one first.
+        If the database file was replaced, the contents of its -wal go into the old file first.
         """
         try:
             self.file.check_identity()
@@ -104,13 +101,12 @@ class SQLiteConnection(sqlite3.Connection, Connection):
         self.file.remove_user()
 
     def bring_up_to_date(self, engine: Engine, creates: bool) -> int:
-        version = self._schema_version()
-        if not engine.scripts_for(version, creates) and self._is_wal():
-            return version  # found without a lock
+        version, is_wal = self._inspect()
+        if not engine.scripts_for(version, creates) and is_wal:
+            return version
         with engine.write_lock():
             self.execute("PRAGMA journal_mode = WAL")
-            # Asked again, since another process may have been first.
-            version = self._schema_version()
+            version, _ = self._inspect()  # again: another process may have been first
             scripts = engine.scripts_for(version, creates)
             marks = (
                 f"PRAGMA application_id = {migrations.APPLICATION_ID}",
@@ -120,18 +116,16 @@ class SQLiteConnection(sqlite3.Connection, Connection):
             self.executescript(";".join(script))
         return version
 
-    def _schema_version(self) -> int:
-        [(application, version, objects)] = self.fetch(
-            """SELECT application_id, user_version, (SELECT count(*) FROM sqlite_schema)
-            FROM pragma_application_id, pragma_user_version""",
+    def _inspect(self) -> tuple[int, bool]:
+        """The schema version, and whether the file has a -wal: a new one and a backup have none."""
+        [(application, version, mode, objects)] = self.fetch(
+            """SELECT application_id, user_version, journal_mode,
+                (SELECT count(*) FROM sqlite_schema)
+            FROM pragma_application_id, pragma_user_version, pragma_journal_mode""",
             {},
         )
-        return migrations.marked_version(application, version) if objects else EMPTY
-
-    def _is_wal(self) -> bool:
-        """False for a new file and for a backup."""
-        [(mode,)] = self.fetch("PRAGMA journal_mode", {})
-        return bool(mode == "wal")
+        marked = migrations.marked_version(application, version) if objects else EMPTY
+        return marked, mode == "wal"
 
     def begin_snapshot(self) -> None:
         self.execute("BEGIN")
@@ -225,8 +219,8 @@ class SQLite(Engine):
 
     def save(self, path: str) -> None:
         """Copy the database to this empty file."""
-        # With a VFS, or the copy of a database in memory would be in memory, too. As a read, since
-        # it waits for no writer.
+        # `vfs=unix`, or the copy of a database in memory would be in memory, too. As a read, it
+        # waits for no writer.
         uri = f"{Path(path).absolute().as_uri()}?vfs=unix"
         self.read("VACUUM INTO :uri", {"uri": uri})
 

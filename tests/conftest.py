@@ -53,7 +53,7 @@ def open_store(database):
 
         def open_store(database=database, clock=time.time):
             store = stores.enter_context(closing(store_on(database, clock)))
-            store.create_database()
+            store.engine.open_database(creates=True)
             store.close()
             return store
 
@@ -101,7 +101,7 @@ def app(database):
     app = create_app({"DATABASE": database})
     app.test_client_class = CheckedClient
     app.wsgi_app = validator(app.wsgi_app)  # PEP 3333
-    app.extensions["store"].create_database()
+    app.extensions["store"].engine.open_database(creates=True)
     yield app
     app.extensions["store"].close()
 
@@ -145,7 +145,7 @@ def project_url(project):
 def environment(database):
     """The environment of a process that serves the database, which it creates."""
     with closing(store_on(database)) as store:
-        store.create_database()
+        store.engine.open_database(creates=True)
     return environment_of(database)
 
 

@@ -398,7 +398,7 @@ def databases(folder):
 def open_app(config=None):
     """An application, after the creation of its database."""
     with closing(create_app(config).extensions["store"]) as store:
-        store.create_database()
+        store.engine.open_database(creates=True)
 
 
 def test_config_goes_before_the_environment(folder, monkeypatch):
@@ -458,8 +458,8 @@ SPACED = [" a.db", "a.db ", "a.db\r", "a.db\n", "\t", "postgresql://db1/gardenin
 
 
 @pytest.mark.parametrize("setting", SPACED)
-def test_database_between_white_space_is_refused(folder, monkeypatch, setting):
-    message = "^FLASK_DATABASE must not start or end in white space$"
+def test_database_with_whitespace_around_it_is_refused(folder, monkeypatch, setting):
+    message = "^FLASK_DATABASE must not start or end with whitespace$"
     monkeypatch.setenv("FLASK_DATABASE", setting)
     for config in ({}, {"DATABASE": setting}):
         with pytest.raises(ValueError, match=message):

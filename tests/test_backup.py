@@ -205,7 +205,7 @@ def test_backup_is_the_state_of_one_moment(store, file, tmp_path):
 @pytest.mark.parametrize("what", ["project", "token", "account"])
 def test_restore_into_a_filled_database_is_refused(source, database, file, target_store, what):
     backup(source.engine, file)
-    target_store.create_database()
+    target_store.engine.open_database(creates=True)
     if what == "token":
         target_store.add_token("eve", digest("eve's"))
     else:
@@ -287,7 +287,7 @@ def test_bad_backup_is_refused_in_one_line(filled, target, target_store, tmp_pat
     before = Path(file).read_bytes()
     output = run_command(target, "restore", file, status=1)
     assert re.fullmatch(f"Error: ({reason})[^\n]*: {file}\n", output)
-    target_store.create_database()
+    target_store.engine.open_database(creates=True)
     assert everything(target_store)[1:] == ([], [])
     assert Path(file).read_bytes() == before
 
@@ -297,7 +297,7 @@ def filled(tmp_path_factory):
     """A backup with something in each table."""
     folder = tmp_path_factory.mktemp("filled")
     with closing(store_on(str(folder / "gardening.db"))) as store:
-        store.create_database()
+        store.engine.open_database(creates=True)
         id = store.create_project("ann", {"name": "Park", "location": POINT}, "key").id
         for _ in range(60):
             store.create_project("bob", {"name": "x" * 500, "location": POINT})

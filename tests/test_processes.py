@@ -113,7 +113,7 @@ from engines.sqlite import SQLite
 from store import Store
 path = sys.argv[1]
 first = Store(SQLite(path))
-first.create_database()
+first.engine.open_database(creates=True)
 first.create_project("ann", {})
 second = Store(SQLite(path))
 second.check()

@@ -107,7 +107,7 @@ def test_stores_may_create_a_missing_file_at_once(tmp_path):
         stores = [store_on(path) for _ in range(12)]
 
         def start(number, stores=stores):
-            stores[number].create_database()
+            stores[number].engine.open_database(creates=True)
             stores[number].create_project("ann", {})
 
         at_once(start, 12)
@@ -126,7 +126,7 @@ def test_file_is_durable_and_private(store, database, plain_sql):
 @pytest.mark.parametrize("name", ["odd ?%20#&.db", "grün.db", "file:x?mode=ro"])
 def test_path_may_hold_any_character(tmp_path, name):
     with closing(Store(SQLite(str(tmp_path / name)))) as store:
-        store.create_database()
+        store.engine.open_database(creates=True)
         store.create_project("ann", {})
     assert (tmp_path / name).stat().st_size > 0
 
@@ -135,7 +135,7 @@ def test_link_that_leads_nowhere_yet_names_the_new_file(tmp_path):
     link, file = tmp_path / "link.db", tmp_path / "file.db"
     link.symlink_to(file.name)
     with closing(Store(SQLite(str(link)))) as store:
-        store.create_database()
+        store.engine.open_database(creates=True)
         store.create_project("ann", {})
     assert link.is_symlink()
     assert file.stat().st_mode & 0o777 == 0o600
@@ -154,7 +154,7 @@ def test_link_that_leads_nowhere_yet_names_the_new_file(tmp_path):
 )
 def test_impossible_path_is_refused(path, reason):
     with pytest.raises(Unavailable, match=f"^{reason}: {path}$"):
-        Store(SQLite(path)).create_database()
+        SQLite(path).open_database(creates=True)
 
 
 def test_python_whose_sqlite_is_too_old_is_refused(monkeypatch):
@@ -354,7 +354,9 @@ def test_file_in_a_folder_that_cannot_be_written_to_is_unavailable(open_store):
 
 def test_process_that_may_open_no_more_files_is_unavailable_to_writers(database):
     no_more = "limit(resource.RLIMIT_NOFILE, os.dup(0))"
-    printed = attempt(database, f"store.create_database(); {no_more}; write(store)")
+    printed = attempt(
+        database, f"store.engine.open_database(creates=True); {no_more}; write(store)"
+    )
     assert printed == f"Unavailable Too many open files: {database}\n"
 
 

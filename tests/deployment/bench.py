@@ -39,7 +39,7 @@ def fill(database, account, count):
     """A token of an account with so many Projects, and their addresses."""
     fields = {"name": "Park", "postal_code": "94117", "location": running.POINT}
     with closing(store_on(database)) as store:
-        store.create_database()
+        store.engine.open_database(creates=True)
         ids = [store.create_project(account, fields).id for _ in range(count)]
     return running.token_on(database, account), [f"{PROJECTS}/{id}" for id in ids]
 

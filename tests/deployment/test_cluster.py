@@ -60,7 +60,7 @@ def nodes(cluster):
     """The URLs of a database whose tables are spread, at each node."""
     urls = cluster.create_database("gardening")
     with closing(store_on(urls[0])) as store:
-        store.create_database()
+        store.engine.open_database(creates=True)
     spread(urls[0])
     return urls
 
@@ -74,7 +74,7 @@ def client_at():
             app = create_app({"DATABASE": url})
             app.test_client_class = CheckedClient
             store = stores.enter_context(closing(app.extensions["store"]))
-            store.create_database()
+            store.engine.open_database(creates=True)
             token = secrets.token_hex()
             store.add_token(account, digest(token))
             client = app.test_client()
@@ -253,13 +253,13 @@ def test_filled_database_is_spread_and_moves_to_either_engine(cluster, tmp_path)
         create_old_schema(plain_sql)
     file, found = str(tmp_path / "backup.db"), []
     with closing(store_on(urls[0])) as store:
-        store.create_database()
+        store.engine.open_database(creates=True)
         spread(urls[0])
         issue_everywhere(urls[:2])
         backup(store.engine, file)
     new = cluster.create_database("new")
     with closing(store_on(new[0])) as store:
-        store.create_database()
+        store.engine.open_database(creates=True)
     spread(new[0])
     for target in (str(tmp_path / "gardening.db"), new[2]):
         with closing(store_on(target)) as store:
@@ -288,7 +288,7 @@ def test_filled_database_is_spread_and_moves_to_either_engine(cluster, tmp_path)
 def test_node_that_is_added_issues_tokens_before_accounts_move_to_it(cluster):
     urls = cluster.create_database("growing", nodes=2)
     with closing(store_on(urls[0])) as store:
-        store.create_database()
+        store.engine.open_database(creates=True)
     spread(urls[0])
     urls.append(cluster.add_to("growing", 2))
     spread(urls[0])
@@ -300,7 +300,7 @@ def test_tables_are_spread_once_and_only_on_a_cluster(cluster, nodes):
     alone = cluster.nodes[0].create_database()
     assert "There are no tables here" in spread(alone, status=3)
     with closing(store_on(alone)) as store:
-        store.create_database()
+        store.engine.open_database(creates=True)
     assert "This database is not on a cluster" in spread(alone, status=3)
     shards = "SELECT * FROM citus_shards ORDER BY shardid"
     before = execute(nodes[0], shards)
@@ -314,7 +314,7 @@ def test_tables_are_spread_once_and_only_on_a_cluster(cluster, nodes):
 def test_next_schema_version_goes_through_the_coordinator(cluster, tmp_path):
     urls = cluster.create_database("next")
     with closing(store_on(urls[0])) as store:
-        store.create_database()
+        store.engine.open_database(creates=True)
         spread(urls[0])
         store.create_project("ann", {})
     copy_service(tmp_path)

@@ -90,7 +90,7 @@ def test_database_that_is_not_utf8_is_refused(database):
     where = "datname = current_database()"
     execute(database, f"UPDATE pg_database SET encoding = {encoding} WHERE {where}")
     with fails(Unavailable, "^the database is in SQL_ASCII, not in UTF8$"):
-        Store(PostgreSQL(database)).create_database()
+        PostgreSQL(database).open_database(creates=True)
 
 
 # Each holds one or two of these, and no line may show three characters of one.
@@ -225,19 +225,26 @@ def test_slow_statement_is_ended_by_the_server_so_that_its_outcome_is_known(stor
 
 def test_long_response_that_still_arrives_is_no_silent_server(store):
     store.list_tokens()
-    store.engine.read("SET statement_timeout = '20s'", {})
     rows = """SELECT repeat('x', 10000), pg_sleep(0.01)
         FROM generate_series(1, 1000)"""
-    with lasts(4), fails(Unavailable, "the response is too long"):
-        store.engine.read(rows, {})
+    with (
+        lasts(4),
+        fails(Unavailable, "the response is too long"),
+        Acquisition(store.engine) as connection,
+    ):
+        connection.fetch("SET statement_timeout = '20s'", {})
+        store.list_tokens()
+        [idle] = store.engine.idle[os.getpid()]
+        connection.fetch(rows, {})
     assert store.list_tokens() == []  # nobody is refused for it
+    assert store.engine.idle[os.getpid()] == [idle]
 
 
 @pytest.mark.parametrize("query, idle", [("", "60"), ("?keepalives_idle=7", "7")])
 def test_connections_keep_themselves_alive(database, query, idle):
     """Or a firewall would forget those that are idle, and a request would meet silence."""
     with closing(store_on(database + query)) as store:
-        store.create_database()
+        store.engine.open_database(creates=True)
         with Acquisition(store.engine) as connection:
             options = connection.info.get_parameters()
         assert options["keepalives_idle"] == idle

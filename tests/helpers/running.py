@@ -85,7 +85,7 @@ def store_on(database, clock=time.time):
 def token_on(database, account="ann"):
     """A new token, sooner than the command would print it."""
     with closing(store_on(database)) as store:
-        store.create_database()
+        store.engine.open_database(creates=True)
         token, _ = issue_token(store, account)
         return token
 
