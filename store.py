@@ -143,8 +143,8 @@ class Store:
             "now": now,
         }
         with self.engine.writer(REQUEST_TIMEOUT) as connection:
-            # The update changes nothing. But unlike DO NOTHING, it returns the row that is there,
-            # and locks it until the transaction ends.
+            project = connection.create_project(account, id, columns, now, self._max_projects)
+            # The update changes nothing. But unlike DO NOTHING, it returns the row that is there.
             [(first_id, first_fingerprint)] = connection.fetch(
                 """INSERT INTO idempotency_key
                     (account, key, fingerprint, project, created_at)
@@ -155,10 +155,7 @@ class Store:
                 claim,
             )
             is_new = first_id == id
-            project = None
-            if is_new:
-                project = connection.create_project(account, id, columns, now, self._max_projects)
-            if project is not None:
+            if is_new and project is not None:
                 # Ten, so that no request takes long, and more are deleted than added.
                 connection.fetch(
                     """DELETE FROM idempotency_key WHERE account = :account AND key IN
@@ -167,13 +164,13 @@ class Store:
                         ORDER BY created_at LIMIT 10)""",
                     {"account": account, "before": now - KEY_LIFETIME},
                 )
-            elif is_new:
-                # The key stays free. Raised here, AccountFull would close the connection.
+            else:
                 connection.rollback()
-        if project is not None:
-            return project
         if is_new:
-            raise AccountFull(self._max_projects)
+            if project is None:
+                # In the transaction, the error would close the connection.
+                raise AccountFull(self._max_projects)
+            return project
         # A key whose Project is gone is spent, whatever fields come with it.
         try:
             project = self.get_project(account, first_id)
@@ -331,8 +328,7 @@ class Store:
         """Delete the account and all that it owns, if there is such an account."""
         with self.engine.writer(COMMAND_TIMEOUT) as connection:
             for sql in (
-                # Lock the account's row, or make it: see "The order of locks" in
-                # engines/postgres.py.
+                # Lock the account's row, as every change does first. It may have none yet.
                 """INSERT INTO account (name, list_revision) VALUES (:name, '')
                 ON CONFLICT (name) DO UPDATE SET list_revision = account.list_revision""",
                 "DELETE FROM project WHERE account = :name",

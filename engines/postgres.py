@@ -112,11 +112,8 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
             convert_to(concat('[', string_agg({DOCUMENT}, ',' ORDER BY seq), ']'), 'UTF8')
         FROM (SELECT * FROM project WHERE account = :account AND seq > :after
             ORDER BY seq LIMIT :size OFFSET :offset) AS page"""
-    # The order of locks: every change of a Project, and the deletion of an account, locks the
-    # account's row first. So the revisions of an account are in the order of the commits, and no
-    # two writers can deadlock. The one exception is Store._create_once, which locks the row of its
-    # key first. But nobody else can see the row of a new key before the commit, and with an old key
-    # it locks nothing more. The keys that it forgets it locks after the account.
+    # Every change of a Project, and the deletion of an account, locks the account's row first. So
+    # the revisions of an account are in the order of the commits, and no two writers can deadlock.
     CREATE: tuple[str, ...] = (
         f"""
         WITH counted AS ({COUNT_PROJECT})
