@@ -58,17 +58,21 @@ def test_environment_sets_the_address_and_the_number_of_workers(environment):
     assert "keepalive_timeout 60s;" in (ROOT / "deploy/nginx.conf").read_text()  # less
     assert settings["control_socket_disable"] == "True"
     for empty in ("", " "):
-        changes = {"GARDENING_BIND": empty}
-        assert set_up(environment, **changes)["bind"] == settings["bind"]
-    changes = {"GARDENING_BIND": "0.0.0.0:8080", "WEB_CONCURRENCY": "3"}
-    settings = set_up(environment, **changes)
-    assert (settings["bind"], settings["workers"]) == ("['0.0.0.0:8080']", "3")
+        changes = {"GARDENING_BIND": empty, "GARDENING_WORKERS": empty}
+        assert set_up(environment, **changes) == settings
+    changes = {"GARDENING_BIND": "0.0.0.0:8080", "GARDENING_WORKERS": "3"}
+    changed = set_up(environment, **changes, WEB_CONCURRENCY="5")
+    assert (changed["bind"], changed["workers"]) == ("['0.0.0.0:8080']", "3")
+    assert set_up(environment, WEB_CONCURRENCY="5")["workers"] == "5"
 
 
-def test_number_of_workers_is_not_0(environment):
-    environment |= {"WEB_CONCURRENCY": "0"}
-    refused = run(BIN / "gunicorn", environment=environment, status=1)
-    assert refused.stderr == ("Error: WEB_CONCURRENCY must be a whole number, 1 or more\n")
+WRONG_NUMBERS = [("GARDENING_WORKERS", wrong) for wrong in ("0", "-1", "two", "1.5", "2 # cores")]
+
+
+@pytest.mark.parametrize("name, wrong", [*WRONG_NUMBERS, ("WEB_CONCURRENCY", "0")])
+def test_wrong_number_of_workers_is_refused_in_one_line(environment, name, wrong):
+    refused = run(BIN / "gunicorn", environment=environment | {name: wrong}, status=1)
+    assert refused.stderr == "Error: GARDENING_WORKERS must be a whole number, 1 or more\n"
 
 
 def test_prefix_does_not_come_from_a_header(environment, token):
