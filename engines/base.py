@@ -60,8 +60,8 @@ class Precondition(NamedTuple):
 class Connection(ABC):
     """A connection, which one thread at a time uses.
 
-    A statement has its parameters as `:name`. It has no `%`, and no other `:name`. It is a
-    transaction of its own unless `begin` was called.
+    A statement names its parameters `:account`, `:id` and so on, and nothing else in it has that
+    form. It has no `%`. It is a transaction of its own unless `begin` was called.
     """
 
     # Those that return a Project return its id, its ETag and its document; or no row.
@@ -76,9 +76,6 @@ class Connection(ABC):
     # Returns the id, or no row.
     DELETE: str
     needs_transaction = False  # for a single statement that writes
-    # Whether a write that fails now may have been committed. In a transaction, only one that fails
-    # at the COMMIT may; `Engine.writer` keeps track.
-    may_have_committed = True
 
     def get_project(self, account: str, id: str) -> Project | None:
         # PostgreSQL refuses text with U+0000. No id has a "?", so none is found with one.
@@ -276,14 +273,15 @@ class Engine(ABC):
 
         The transaction may take this long. Raises Unavailable, OutcomeUnknown.
         """
-        with Acquisition(self, writes=True) as connection, self.write_lock():
+        acquisition = Acquisition(self, writes=True)
+        with acquisition as connection, self.write_lock():
             if seconds is None and not connection.needs_transaction:
                 yield connection
                 return
-            connection.may_have_committed = False
+            acquisition.may_have_committed = False
             connection.begin(seconds or REQUEST_TIMEOUT)
             yield connection
-            connection.may_have_committed = True
+            acquisition.may_have_committed = True
             connection.commit()
 
     def connect(self, creates: bool) -> Connection:
@@ -332,6 +330,7 @@ class Acquisition:
     def __init__(self, engine: Engine, writes: bool = False, creates: bool = False) -> None:
         self._engine, self._writes, self._creates = engine, writes, creates
         self._breaker = engine.write_breaker if writes else engine.read_breaker
+        self.may_have_committed = False  # a write that fails now
 
     def __enter__(self) -> Connection:
         if not self._breaker.is_closed:
@@ -344,9 +343,10 @@ class Acquisition:
             except IndexError:  # none is left; other threads take some, too
                 connection = self._engine.connect(self._creates)
         except BaseException as error:
-            self._fail(error, may_have_committed=False)
+            self._fail(error)
             raise
         self._connection = connection
+        self.may_have_committed = self._writes
         return connection
 
     def __exit__(
@@ -360,17 +360,16 @@ class Acquisition:
             self._breaker.is_closed = True
             self._engine.idle[os.getpid()].append(connection)
             return
-        may_have_committed = self._writes and connection.may_have_committed
         connection.close()
-        self._fail(error, may_have_committed)
+        self._fail(error)
 
-    def _fail(self, error: BaseException, may_have_committed: bool) -> None:
+    def _fail(self, error: BaseException) -> None:
         """Raise the outage that the error means, if it means one."""
         if self._engine.is_timeout(error):
             self._breaker.open()
         else:
             self._breaker.is_closed = True  # what fails at once keeps nobody waiting
-        if outage := self._engine.translate_error(error, may_have_committed):
+        if outage := self._engine.translate_error(error, self.may_have_committed):
             raise outage from error
 
 

@@ -123,10 +123,10 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
         RETURNING id, {ETAG}, convert_to({DOCUMENT}, 'UTF8')""",
     )
     # UPDATE and DELETE test the condition twice. The first test, with the account, keeps a change
-    # that is not allowed from locking anything. The second, with the Project, is needed because
-    # another writer may change the Project while the statement waits for the account's lock: at
-    # READ COMMITTED, PostgreSQL evaluates the WHERE again on the newest version of the row. If only
-    # the second test refuses an update, the account's lists get a new revision for nothing.
+    # that is not allowed from locking anything. But its EXISTS sees the Project as it was before
+    # the statement waited for the account's lock. The second, with the Project, sees its newest
+    # version (READ COMMITTED). If it alone refuses an update, the account's lists get a new
+    # revision for nothing.
     #
     # `list_revision` is a parameter, since Citus allows no volatile function in an UPDATE.
     UPDATE = f"""
