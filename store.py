@@ -16,6 +16,7 @@ from engines.base import (
     REQUEST_TIMEOUT,
     Acquisition,
     Columns,
+    Connection,
     Engine,
     Precondition,
     Project,
@@ -41,7 +42,7 @@ class KeySpent(Exception):
 
 
 class AccountFull(Exception):
-    """The account has as many Projects as it may have: its argument, or more."""
+    """The account is at or over its limit of Projects, which is the argument."""
 
 
 class ProjectList(NamedTuple):
@@ -78,7 +79,7 @@ class Token(NamedTuple):
     account: str
 
 
-Fields = Mapping[str, object]  # some or all of those that a caller can set
+Fields = Mapping[str, object]  # what a caller sets: some fields of a Project, or all
 DAY = 86_400_000  # milliseconds
 MAX_PROJECTS = 10_000  # of an account, unless a setting says otherwise
 KEY_LIFETIME = 7 * DAY  # the minimum for an idempotency key
@@ -143,6 +144,7 @@ class Store:
             "now": now,
         }
         with self.engine.writer(REQUEST_TIMEOUT) as connection:
+            # The Project first: every change locks the account before any other row.
             project = connection.create_project(account, id, columns, now, self._max_projects)
             # The update changes nothing. But unlike DO NOTHING, it returns the row that is there.
             [(first_id, first_fingerprint)] = connection.fetch(
@@ -156,14 +158,7 @@ class Store:
             )
             is_new = first_id == id
             if is_new and project is not None:
-                # Ten, so that no request takes long, and more are deleted than added.
-                connection.fetch(
-                    """DELETE FROM idempotency_key WHERE account = :account AND key IN
-                        (SELECT key FROM idempotency_key
-                        WHERE account = :account AND created_at < :before
-                        ORDER BY created_at LIMIT 10)""",
-                    {"account": account, "before": now - KEY_LIFETIME},
-                )
+                delete_old_keys(connection, account, before=now - KEY_LIFETIME)
             else:
                 connection.rollback()
         if is_new:
@@ -328,7 +323,7 @@ class Store:
         """Delete the account and all that it owns, if there is such an account."""
         with self.engine.writer(COMMAND_TIMEOUT) as connection:
             for sql in (
-                # Lock the account's row, as every change does first. It may have none yet.
+                # Locks the account's row, as every change does first. It may have none yet.
                 """INSERT INTO account (name, list_revision) VALUES (:name, '')
                 ON CONFLICT (name) DO UPDATE SET list_revision = account.list_revision""",
                 "DELETE FROM project WHERE account = :name",
@@ -340,6 +335,17 @@ class Store:
 
     def _now(self) -> int:
         return int(self._clock() * 1000)
+
+
+def delete_old_keys(connection: Connection, account: str, before: int) -> None:
+    """Delete ten of the account's keys: more than are added, but not so many that it takes long."""
+    connection.fetch(
+        """DELETE FROM idempotency_key WHERE account = :account AND key IN
+            (SELECT key FROM idempotency_key
+            WHERE account = :account AND created_at < :before
+            ORDER BY created_at LIMIT 10)""",
+        {"account": account, "before": before},
+    )
 
 
 def etag_of(revision: str | None, page: Page | None) -> str:

@@ -64,17 +64,18 @@ def backup(engine: Engine, path: str) -> None:
 def restore(engine: Engine, path: str) -> None:
     """Fill an empty database with a backup that was made by this release or any since 2.0.0.
 
-    All of its rows, or none. Creates the database if it is missing; if that is on PostgreSQL, or
-    the file is there but empty, a failure leaves empty tables. Raises BadBackup; and Unavailable,
-    also if the database is not empty.
+    All of its rows, or none. Creates the database if it is missing. After a failure, a missing file
+    is still missing, but a new database on PostgreSQL has its tables. Raises BadBackup; and
+    Unavailable, also if the database is not empty.
     """
     try:
         with scratch(engine.folder) as folder, closing(SQLite(f"{folder}/copy")) as copy:
             copy_file(path, f"{folder}/copy")
-            # Only now, so that a file that is no backup creates nothing.
+            # Only now, so that a file that is not a backup creates nothing.
             file = os.path.realpath(engine.name)
             if engine.folder and not (os.path.exists(file) or os.path.exists(f"{file}-wal")):
-                # Cut off, it must not leave an empty database: the service would start on that.
+                # An interrupted restore must not leave an empty database: the service would start
+                # on it.
                 if engine.is_default:
                     os.makedirs(engine.folder, exist_ok=True)
                 write_file(copy, file)
@@ -83,8 +84,8 @@ def restore(engine: Engine, path: str) -> None:
                 engine.open_database(creates=True)
                 copy_rows(copy, engine)
     except OSError as error:
-        raise Unavailable(f"{error.strerror}: {error.filename}") from error
-    except UnicodeDecodeError as error:  # an error of SQLite whose message is no UTF-8
+        raise Unavailable(f"{error.strerror}: {error.filename or engine.name}") from error
+    except UnicodeDecodeError as error:  # an error of SQLite whose message is not UTF-8
         raise BadBackup(f"the backup is damaged: {path}") from error
     except (BadBackup, sqlite3.Error, engine.ERROR) as error:
         raise BadBackup(f"{' '.join(str(error).split())}: {path}") from error
@@ -112,7 +113,7 @@ def scratch(folder: str | None) -> TemporaryDirectory[str]:
 def copy_file(path: str, to: str) -> None:
     """Copy a backup without its triggers and views.
 
-    Raises BadBackup, sqlite3.Error; OSError if there is no file or its folder is closed to us.
+    Raises BadBackup, sqlite3.Error; OSError if the file cannot be found.
     """
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode):  # SQLite would wait for the writer of a pipe
@@ -173,9 +174,10 @@ def copy_rows(source: Engine, target: Engine) -> None:
                     file=sys.stderr,
                     update_min_steps=max(1, count // 1000),
                 )
-                # Closed before its connection, also after a row that was refused.
+                # Closed before its connection, also after a row that was refused. With iter(),
+                # since sqlite3 would call next() on the bar, which starts anew each time.
                 with closing(rows), progress_bar as shown:
-                    writer.insert(table, columns, iter(shown))  # next(shown) ends after a row
+                    writer.insert(table, columns, iter(shown))
             writer.advance_token_sequence()
             writer.fetch(REBUILD_ACCOUNTS, {"list_revision": secrets.token_hex(8)})
         reader.commit()

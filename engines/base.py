@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from engines.migrations import EMPTY, SCHEMA_VERSION, incompatibility
@@ -68,8 +67,8 @@ class Connection(ABC):
     GET: str
     # The columns of a ProjectPage: up to :size Projects with seq > :after, skipping :offset.
     LIST: str
-    # One statement or several, of which the last returns the Project. If one returns no row, the
-    # account is full.
+    # One statement or several. The last returns the Project; none returns a row if the account is
+    # full.
     CREATE: tuple[str, ...]
     # <changes> stands for assignments to columns, each with a comma after it.
     UPDATE: str
@@ -78,7 +77,7 @@ class Connection(ABC):
     needs_transaction = False  # for a single statement that writes
 
     def get_project(self, account: str, id: str) -> Project | None:
-        # PostgreSQL refuses text with U+0000. No id has a "?", so none is found with one.
+        # PostgreSQL refuses U+0000 in text. No id contains a "?", so this finds no Project.
         rows = self.fetch(self.GET, {"account": account, "id": id.replace("\0", "?")})
         return Project(*rows[0]) if rows else None
 
@@ -183,17 +182,17 @@ def change_parameters(account: str, id: str, condition: Precondition) -> Paramet
 class Breaker:
     """A circuit breaker: after a caller's timeout, others are refused for a while.
 
-    Closed, it lets everybody pass. It opens for PAUSE seconds, in which it admits nobody. Then it
-    is half-open: one caller may try. If that caller has no response after TRIAL_INTERVAL, one more
-    may. Whoever is served closes it, even a caller who was admitted before it opened.
+    A timeout opens it for PAUSE seconds, in which it admits nobody. Then it is half-open: one
+    caller may try, and one more after each TRIAL_INTERVAL. Whoever gets a response closes it, even
+    an error, and even a caller who was admitted before it opened.
     """
 
     def __init__(self) -> None:
-        self.is_closed = True  # setting it closes the breaker
+        self.is_open = False  # read and reset by Acquisition, where calls would slow each read
         self._retry_at = 0.0  # on the clock of time.monotonic()
 
     def admit(self) -> None:
-        """Admit a caller although it is not closed, or raise Unavailable."""
+        """Let a caller try although the breaker is open, or raise Unavailable."""
         now = time.monotonic()
         if now < self._retry_at:
             raise Unavailable("not tried: requests have just timed out")
@@ -201,7 +200,7 @@ class Breaker:
 
     def open(self) -> None:
         self._retry_at = time.monotonic() + PAUSE
-        self.is_closed = False
+        self.is_open = True
 
 
 class Engine(ABC):
@@ -330,18 +329,24 @@ class Acquisition:
     def __init__(self, engine: Engine, writes: bool = False, creates: bool = False) -> None:
         self._engine, self._writes, self._creates = engine, writes, creates
         self._breaker = engine.write_breaker if writes else engine.read_breaker
-        self.may_have_committed = False  # a write that fails now
+        # Whether a write that fails now may have been committed: at a COMMIT, or outside of a
+        # transaction.
+        self.may_have_committed = False
 
     def __enter__(self) -> Connection:
-        if not self._breaker.is_closed:
+        if self._breaker.is_open:
             self._breaker.admit()
+        idle = self._engine.idle[os.getpid()]
         try:
-            idle = self._engine.idle[os.getpid()]
-            try:
-                while not (connection := idle.pop()).is_usable():
-                    connection.close()
-            except IndexError:  # none is left; other threads take some, too
-                connection = self._engine.connect(self._creates)
+            while True:
+                try:
+                    connection = idle.pop()
+                except IndexError:  # none is left; other threads take some, too
+                    connection = self._engine.connect(self._creates)
+                    break
+                if connection.is_usable():
+                    break
+                connection.close()
         except BaseException as error:
             self._fail(error)
             raise
@@ -349,15 +354,10 @@ class Acquisition:
         self.may_have_committed = self._writes
         return connection
 
-    def __exit__(
-        self,
-        _: type[BaseException] | None,
-        error: BaseException | None,
-        __: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         connection = self._connection
         if error is None:
-            self._breaker.is_closed = True
+            self._breaker.is_open = False
             self._engine.idle[os.getpid()].append(connection)
             return
         connection.close()
@@ -368,13 +368,13 @@ class Acquisition:
         if self._engine.is_timeout(error):
             self._breaker.open()
         else:
-            self._breaker.is_closed = True  # what fails at once keeps nobody waiting
+            self._breaker.is_open = False
         if outage := self._engine.translate_error(error, self.may_have_committed):
             raise outage from error
 
 
 def close_idle(idle: dict[int, list[Connection]]) -> None:
     """Close this process's connections."""
-    with suppress(IndexError):  # none is left; other threads may take some, too
+    with suppress(IndexError):
         while True:
             idle[os.getpid()].pop().close()

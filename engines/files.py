@@ -13,8 +13,7 @@ from engines.base import OutcomeUnknown, Unavailable
 
 POLL_INTERVAL = 0.0002  # seconds between two attempts to acquire an flock
 FileID = tuple[int, int] | None  # device and inode; None: no file was seen yet
-# The connections to database files, each by the process that opened it: of this process, and those
-# that a parent had open when it forked.
+# The file and the process of each open connection. After a fork, also those of the parent.
 USERS: list[tuple[FileID, int]] = []
 
 

@@ -30,8 +30,8 @@ def incompatibility(version: int) -> str | None:
 
 
 # By the version that they lead to. SQLite cannot change the constraints of a table, so its
-# migration makes new tables and copies the rows. IF EXISTS, since a restore drops the triggers of a
-# backup before: see copy_file in backup.py.
+# migration makes new tables and copies the rows. IF EXISTS, because a restore has
+# already dropped the backup's triggers: see copy_file in backup.py.
 SQLITE = {
     4: """
 DROP TRIGGER IF EXISTS project_insert;

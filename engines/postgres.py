@@ -32,8 +32,8 @@ ROW_LOCK_TIMEOUT = 1  # seconds that a statement may wait for a lock
 STILL_ARRIVING = 50  # milliseconds between two parts of a long response, at most
 # Firewalls and load balancers forget a connection that was idle for four minutes or longer.
 KEEPALIVES = {"keepalives_idle": 60, "keepalives_interval": 10}  # seconds
-# Beginnings of SQLSTATEs. A statement that fails with one has changed nothing. (Only for a COMMIT
-# on Citus that is not known: see ClusterConnection.commit.)
+# Beginnings of SQLSTATEs. A statement that fails with one has changed nothing, except perhaps a
+# COMMIT on Citus: see ClusterConnection.commit.
 OUTAGES = (
     "25006",  # the server is a standby
     "3F000",  # no schema
@@ -83,7 +83,6 @@ DOCUMENT = document_sql()
 ETAG = "(version::text || '-' || updated_at::text)"
 ETAG_IS_ALLOWED = f"""(:if_match::jsonb IS NULL OR :if_match::jsonb ? {ETAG})
     AND (:if_none_match::jsonb IS NULL OR NOT :if_none_match::jsonb ? {ETAG})"""
-# No row comes back if the account is full.
 COUNT_PROJECT = """
     INSERT INTO account AS present (name, last_seq, project_count, list_revision)
     VALUES (:account, 1, 1, :list_revision)
@@ -185,7 +184,7 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
 
     def is_usable(self) -> bool:
         self.deadline = time.monotonic() + REQUEST_TIMEOUT
-        # If something came unasked, it nearly always says that the server closes.
+        # Input that nobody asked for nearly always means that the server has closed the connection.
         return not self._has_input(0)
 
     def set_timeouts(self, seconds: float) -> None:
@@ -202,7 +201,7 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
         except psycopg.OperationalError as error:
             if time.monotonic() < self.deadline:
                 raise
-            if self._has_input(STILL_ARRIVING):  # a long list, and no silent server
+            if self._has_input(STILL_ARRIVING):  # a long list, not a silent server
                 raise psycopg.OperationalError("the response is too long") from error
             raise ServerTimeout("no response before the deadline") from error
 
@@ -266,12 +265,12 @@ class ClusterConnection(PostgreSQLConnection):
     """
 
     needs_transaction = True
-    # As one statement, it would be a two-phase commit on every node. Citus wants the alias. The
-    # Project's account is that of the row of `account`, so that Citus sees a join by account, which
-    # one node can do.
+    # As one statement, it would be a two-phase commit on every node.
     CREATE = (
         COUNT_PROJECT,
         f"""
+        -- Citus refuses INSERT INTO ... SELECT without the alias. The account is that of the row
+        -- in `account`, so that Citus sees a join by account, which one node can do.
         INSERT INTO project AS made (id, account, seq, created_at, updated_at,
             {", ".join(SETTABLE)})
         SELECT :id, name, last_seq, :now, :now, :{", :".join(SETTABLE)}
@@ -291,7 +290,8 @@ class ClusterConnection(PostgreSQLConnection):
     def bring_up_to_date(self, engine: Engine, creates: bool) -> int:
         version = super().bring_up_to_date(engine, creates)
         if version != migrations.SCHEMA_VERSION:
-            # Citus copies no comment to the workers. deploy/citus.sql has the same statement.
+            # Citus copies no comment to the workers. A worker that cannot be reached now gets it
+            # from deploy/citus.sql.
             self.execute("""SELECT run_command_on_workers(
                 format('COMMENT ON TABLE project IS %L',
                     obj_description('project'::regclass, 'pg_class')))""")

@@ -53,7 +53,7 @@ CREATE TABLE idempotency_key (                      -- stays when its Project is
     created_at    INTEGER NOT NULL,
     PRIMARY KEY (account, key)
 ) STRICT, WITHOUT ROWID;
--- By which the oldest keys are found, to be forgotten.
+-- To find the oldest keys, which are deleted.
 CREATE INDEX idempotency_key_created_at ON idempotency_key (account, created_at);
 
 -- These keep `account` up to date, in the transaction of the change. In SQLite, one statement
