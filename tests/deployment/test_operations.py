@@ -395,13 +395,12 @@ def test_newest_dated_backup_is_restored_which_can_be_undone(machine, no_backups
 
 NEWEST = f"{BACKUPS}/2098-01-01T000000Z.db"
 REFUSED = {  # by what creates the backup: what is said of it
-    "true": "No such file or directory",
-    f"install -m 600 /dev/null {NEWEST}": "",
+    f"install -m 600 /etc/hostname {NEWEST}": "",
     f"echo nonsense > {NEWEST} && chown gardening {NEWEST}": "file is not a database",
 }
 
 
-@pytest.mark.parametrize("creation, words", REFUSED.items(), ids=["none", "of root", "nonsense"])
+@pytest.mark.parametrize("creation, words", REFUSED.items(), ids=["of root", "nonsense"])
 def test_refused_restore_is_undone(machine, no_backups, empty_account, creation, words):
     add_project(machine, empty_account, "Park")
     machine.paste(creation)
@@ -411,6 +410,15 @@ def test_refused_restore_is_undone(machine, no_backups, empty_account, creation,
     old = machine.paste(f"{OLD}echo $OLD").strip()
     paste_twice(machine, f"OLD={old}\n{UNDO}")
     assert names(machine, empty_account) == ["Park"]
+
+
+@pytest.mark.parametrize("creation", ["true", f"install -o gardening /dev/null {NEWEST}"])
+def test_restore_without_a_backup_stops_nothing(machine, no_backups, empty_account, creation):
+    process = machine.paste("systemctl show --property=MainPID gardening")
+    machine.paste(creation)
+    machine.paste(RESTORE)
+    assert machine.paste("systemctl show --property=MainPID gardening") == process
+    assert names(machine, empty_account) == []
 
 
 @pytest.mark.parametrize("seconds", [0.1, 0.2, 0.25, 0.3, 0.35, 0.4, 0.8])
