@@ -156,12 +156,12 @@ class Store:
                 RETURNING project, fingerprint""",
                 claim,
             )
-            is_new = first_id == id
-            if is_new and project is not None:
+            key_is_new = first_id == id
+            if key_is_new and project is not None:
                 delete_old_keys(connection, account, before=now - KEY_LIFETIME)
             else:
                 connection.rollback()
-        if is_new:
+        if key_is_new:
             if project is None:
                 # In the transaction, the error would close the connection.
                 raise AccountFull(self._max_projects)
@@ -208,8 +208,7 @@ class Store:
 
     def _raise_refusal(self, account: str, id: str, condition: Precondition) -> None:
         """Raises NotFound or Stale if that is why a change was not made."""
-        self.get_project(account, id)
-        if condition.if_match is not None or condition.if_none_match:
+        if not condition.allows(self.get_project(account, id).etag):
             raise Stale
 
     def list_etag(self, account: str, page: Page | None = None) -> str:
@@ -338,7 +337,10 @@ class Store:
 
 
 def delete_old_keys(connection: Connection, account: str, before: int) -> None:
-    """Delete ten of the account's keys: more than are added, but not so many that it takes long."""
+    """Delete up to ten keys, the oldest from before this time.
+
+    So more are deleted than added, but no request takes long.
+    """
     connection.fetch(
         """DELETE FROM idempotency_key WHERE account = :account AND key IN
             (SELECT key FROM idempotency_key

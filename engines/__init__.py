@@ -22,6 +22,6 @@ def engine_on(database: str, default: str) -> Engine:
         return PostgreSQL(database)
     # As a path, this would put a password into the name of a file, and into the log.
     if "://" in database or "password=" in database or database.startswith("postgres"):
-        forms = "the path of a file, or a URL that starts with postgresql://"
+        forms = "a path, such as ./gardening.db, or a URL that starts with postgresql://"
         raise ValueError(f"FLASK_DATABASE must be {forms}")
     return SQLite(database)

@@ -93,7 +93,7 @@ def restore(engine: Engine, path: str) -> None:
 
 def write_file(source: Engine, path: str) -> None:
     """Copy a database to a new SQLite file, which gets its name once it is whole."""
-    # Into another file first, since SQLite's engine leaves a -lock beside its file.
+    # In a folder of its own first, since the engine leaves a -lock beside its file.
     with (
         new_file(path) as partial,
         scratch(os.path.dirname(partial)) as folder,
@@ -150,7 +150,7 @@ def copy_rows(source: Engine, target: Engine) -> None:
 
     The Projects of each account are counted anew. The lists get new ETags, since something other
     than the service may have written to the source. A terminal at standard error shows how far the
-    copy is. Raises Unavailable unless the target is empty.
+    copy has got. Raises Unavailable unless the target is empty.
     """
     # An error passes through `translate_error` of both engines, first of the target. If both are
     # SQLite, the target takes an error of the source for its own, and names its file. That is rare,
@@ -174,8 +174,8 @@ def copy_rows(source: Engine, target: Engine) -> None:
                     file=sys.stderr,
                     update_min_steps=max(1, count // 1000),
                 )
-                # Closed before its connection, also after a row that was refused. With iter(),
-                # since sqlite3 would call next() on the bar, which starts anew each time.
+                # `closing` ends the query before its connection closes, even if a row is refused.
+                # `iter`, because each next() on a bar would start a new generator.
                 with closing(rows), progress_bar as shown:
                     writer.insert(table, columns, iter(shown))
             writer.advance_token_sequence()

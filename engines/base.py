@@ -55,20 +55,24 @@ class Precondition(NamedTuple):
     if_match: Sequence[str] | None = None  # one of these; None: any
     if_none_match: Sequence[str] = ()  # none of these
 
+    def allows(self, etag: str) -> bool:
+        is_named = self.if_match is None or etag in self.if_match
+        return is_named and etag not in self.if_none_match
+
 
 class Connection(ABC):
-    """A connection, which one thread at a time uses.
+    """A connection, used by one thread at a time.
 
     A statement names its parameters `:account`, `:id` and so on, and nothing else in it has that
     form. It has no `%`. It is a transaction of its own unless `begin` was called.
     """
 
-    # Those that return a Project return its id, its ETag and its document; or no row.
+    # GET, CREATE and UPDATE return the Project's id, ETag and document, or no row.
     GET: str
     # The columns of a ProjectPage: up to :size Projects with seq > :after, skipping :offset.
     LIST: str
-    # One statement or several. The last returns the Project; none returns a row if the account is
-    # full.
+    # The last of them returns the Project. If the account is full, one returns no row, and the
+    # rest must not run.
     CREATE: tuple[str, ...]
     # <changes> stands for assignments to columns, each with a comma after it.
     UPDATE: str
@@ -108,7 +112,7 @@ class Connection(ABC):
         self, account: str, id: str, columns: Columns, now: int, condition: Precondition
     ) -> Project | None:
         """Change these columns; None if the condition fails or there is no such Project."""
-        changes = "".join(map("{0} = :{0}, ".format, columns))
+        changes = "".join(f"{name} = :{name}, " for name in columns)
         parameters = change_parameters(account, id, condition) | columns | {"now": now}
         rows = self.fetch(self.UPDATE.replace("<changes>", changes), parameters)
         return Project(*rows[0]) if rows else None
@@ -183,8 +187,8 @@ class Breaker:
     """A circuit breaker: after a caller's timeout, others are refused for a while.
 
     A timeout opens it for PAUSE seconds, in which it admits nobody. Then it is half-open: one
-    caller may try, and one more after each TRIAL_INTERVAL. Whoever gets a response closes it, even
-    an error, and even a caller who was admitted before it opened.
+    caller may try, and one more after each TRIAL_INTERVAL. Any response closes it, even an error,
+    and even one to a caller who was admitted earlier.
     """
 
     def __init__(self) -> None:
@@ -222,7 +226,7 @@ class Engine(ABC):
         self.read_breaker, self.write_breaker = Breaker(), Breaker()
         self.is_up_to_date = False
         self.was_created = False  # the database, by `open_database`
-        weakref.finalize(self, close_idle, self.idle)  # at the latest as Python exits
+        weakref.finalize(self, close_idle, self.idle)  # at exit at the latest
 
     @abstractmethod
     def open_connection(self, creates: bool) -> Connection:
@@ -277,7 +281,7 @@ class Engine(ABC):
             if seconds is None and not connection.needs_transaction:
                 yield connection
                 return
-            acquisition.may_have_committed = False
+            acquisition.may_have_committed = False  # before COMMIT
             connection.begin(seconds or REQUEST_TIMEOUT)
             yield connection
             acquisition.may_have_committed = True

@@ -1,4 +1,4 @@
-"""Files: a new one gets its name once it is complete, and none is taken for another."""
+"""Files: a new one gets its name once it is complete, and a replaced one is noticed."""
 
 import errno
 import fcntl
@@ -14,7 +14,7 @@ from engines.base import OutcomeUnknown, Unavailable
 POLL_INTERVAL = 0.0002  # seconds between two attempts to acquire an flock
 FileID = tuple[int, int] | None  # device and inode; None: no file was seen yet
 # The file and the process of each open connection. After a fork, also those of the parent.
-USERS: list[tuple[FileID, int]] = []
+CONNECTIONS: list[tuple[FileID, int]] = []
 
 
 @contextmanager
@@ -109,20 +109,19 @@ class DatabaseFile:
         if id != self._id:
             raise outage(f"the database file was replaced; restart the service: {self.path}")
 
-    def add_user(self) -> None:
+    def add_connection(self) -> None:
         """Count a connection of this process.
 
-        Raises Unavailable if this process was forked from one that had the file open. It has
-        inherited SQLite's record of the locks that are held there, but not the locks. So it would
-        take none for its own connections, and the parent's last close would delete the -wal that
-        they write.
+        Raises Unavailable if this process was forked from one that had the file open. The child
+        inherits SQLite's record of the locks on the file, but not the locks, so SQLite would lock
+        nothing for it, and the parent's last close would delete the -wal that the child writes.
         """
-        if any(id == self._id and pid != os.getpid() for id, pid in list(USERS)):
+        if any(id == self._id and pid != os.getpid() for id, pid in list(CONNECTIONS)):
             raise Unavailable(f"opened before this process forked: {self.path}")
-        USERS.append((self._id, os.getpid()))
+        CONNECTIONS.append((self._id, os.getpid()))
 
-    def remove_user(self) -> None:
-        USERS.remove((self._id, os.getpid()))
+    def remove_connection(self) -> None:
+        CONNECTIONS.remove((self._id, os.getpid()))
 
     @contextmanager
     def lock(self, deadline: float) -> Iterator[None]:
@@ -164,9 +163,9 @@ class Memory:
 
     def check_identity(self) -> None: ...
 
-    def add_user(self) -> None: ...
+    def add_connection(self) -> None: ...
 
-    def remove_user(self) -> None: ...
+    def remove_connection(self) -> None: ...
 
     def lock(self, _deadline: float) -> AbstractContextManager[None]:
         return nullcontext()

@@ -55,6 +55,7 @@ CREATE TABLE part (
         REFERENCES project (account, id) ON DELETE CASCADE) STRICT;
 INSERT INTO part (id, project, kind, account)
     SELECT part_3.id, project, kind, account
+    -- LEFT, so that a part without its Project is refused, and not dropped.
     FROM part_3 LEFT JOIN project_3 ON project_3.id = project;
 DROP TABLE part_3;
 DROP TABLE project_3;

@@ -23,7 +23,6 @@ from engines.base import (
     Unavailable,
 )
 from engines.fields import FIELDS, SETTABLE, TEXT
-from engines.migrations import EMPTY, FOREIGN
 
 MAX_KEPT = 16_384  # bytes of a document that an idle cursor may hold in memory
 CONNECT_TIMEOUT = 2  # seconds for each host; libpq takes no less
@@ -53,9 +52,9 @@ MARK = "Gardening Project Service, layout "
 INSPECT = f"""
 SELECT current_setting('server_encoding'), coalesce(
     substring(obj_description(to_regclass('project'), 'pg_class') FROM '^{MARK}([0-9]+)$')::int,
-    (SELECT {FOREIGN} FROM information_schema.tables
+    (SELECT {migrations.FOREIGN} FROM information_schema.tables
     WHERE table_schema = current_schema() AND table_type = 'BASE TABLE' LIMIT 1),
-    {EMPTY})
+    {migrations.EMPTY})
 """
 # Whatever the server's defaults, writers of an account wait for each other instead of failing, and
 # a commit waits for the disk and the synchronous standby.
@@ -121,11 +120,10 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
         SELECT :id, name, last_seq, :now, :now, :{", :".join(SETTABLE)} FROM counted
         RETURNING id, {ETAG}, convert_to({DOCUMENT}, 'UTF8')""",
     )
-    # UPDATE and DELETE test the condition twice. The first test, with the account, keeps a change
-    # that is not allowed from locking anything. But its EXISTS sees the Project as it was before
-    # the statement waited for the account's lock. The second, with the Project, sees its newest
-    # version (READ COMMITTED). If it alone refuses an update, the account's lists get a new
-    # revision for nothing.
+    # UPDATE and DELETE test the condition twice. The test on the account sees the Project as it was
+    # when the statement began; if it refuses the change, nothing is locked. The test on the Project
+    # runs under the account's lock, and sees the newest version (READ COMMITTED). If only that one
+    # refuses an update, the lists have got a new revision, which does no harm.
     #
     # `list_revision` is a parameter, since Citus allows no volatile function in an UPDATE.
     UPDATE = f"""
@@ -179,7 +177,7 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
 
     def begin(self, seconds: float) -> None:
         self.execute("BEGIN")
-        if seconds != REQUEST_TIMEOUT:  # which SETTINGS and `is_usable` have set
+        if seconds != REQUEST_TIMEOUT:  # which is set already
             self.set_timeouts(seconds)
 
     def is_usable(self) -> bool:
@@ -229,7 +227,7 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
                     reason = "processes of an older release still write"
                     raise Unavailable(f"{reason}: stop them, and try again") from error
         if scripts:
-            self.deadline = time.monotonic() + REQUEST_TIMEOUT  # in place of the command's
+            self.deadline = time.monotonic() + REQUEST_TIMEOUT  # a request's again
         return int(version)
 
     def require_coordinator(self) -> None:
@@ -390,7 +388,7 @@ def to_pyformat(sql: str) -> bytes:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether the connection was lost, or the server does not know if it has committed."""
+    """Whether the connection was lost, or the outcome is unknown (SQLSTATE 40003)."""
     if not isinstance(error, psycopg.OperationalError):
         return False
     state = error.sqlstate

@@ -1,5 +1,5 @@
 -- The tables on PostgreSQL. sqlite.sql has the same ones, and says what they mean: change both, and
--- see migrations.py. By the account in each key, deploy/citus.sql spreads the rows over a cluster.
+-- see migrations.py. deploy/citus.sql spreads the rows over a cluster by the account in each key.
 
 CREATE TABLE account (
     name          text   PRIMARY KEY,

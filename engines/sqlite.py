@@ -16,7 +16,6 @@ from engines import migrations
 from engines.base import Connection, Engine, OutcomeUnknown, Parameters, Rows, Unavailable
 from engines.fields import FIELDS, JSON, SETTABLE
 from engines.files import DatabaseFile, Memory
-from engines.migrations import EMPTY
 
 OLDEST_SQLITE = (3, 37)  # the first with STRICT tables
 WRITE_LOCK_TIMEOUT = 2.5  # seconds that a writer waits for others of the service
@@ -98,11 +97,12 @@ class SQLiteConnection(sqlite3.Connection, Connection):
             with suppress(sqlite3.Error):
                 self.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         super().close()
-        self.file.remove_user()
+        self.file.remove_connection()
 
     def bring_up_to_date(self, engine: Engine, creates: bool) -> int:
         version, is_wal = self._inspect()
-        if not engine.scripts_for(version, creates) and is_wal:
+        scripts = engine.scripts_for(version, creates)
+        if is_wal and not scripts:
             return version
         with engine.write_lock():
             self.execute("PRAGMA journal_mode = WAL")
@@ -117,14 +117,14 @@ class SQLiteConnection(sqlite3.Connection, Connection):
         return version
 
     def _inspect(self) -> tuple[int, bool]:
-        """The schema version, and whether the file has a -wal: a new one and a backup have none."""
+        """The schema version, and whether it is in WAL mode; a new file and a backup are not."""
         [(application, version, mode, objects)] = self.fetch(
             """SELECT application_id, user_version, journal_mode,
                 (SELECT count(*) FROM sqlite_schema)
             FROM pragma_application_id, pragma_user_version, pragma_journal_mode""",
             {},
         )
-        marked = migrations.marked_version(application, version) if objects else EMPTY
+        marked = migrations.marked_version(application, version) if objects else migrations.EMPTY
         return marked, mode == "wal"
 
     def begin_snapshot(self) -> None:
@@ -179,7 +179,7 @@ class SQLite(Engine):
             self._file.create()
         # Before SQLite reads it: it would apply the -wal of the old file to a new one.
         self._file.check_identity()
-        self._file.add_user()
+        self._file.add_connection()
         try:
             connection = sqlite3.connect(
                 self._uri,
@@ -190,7 +190,7 @@ class SQLite(Engine):
                 factory=SQLiteConnection,
             )
         except BaseException:
-            self._file.remove_user()
+            self._file.remove_connection()
             raise
         connection.file = self._file
         try:

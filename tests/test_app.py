@@ -485,7 +485,7 @@ def test_database_in_memory_is_none_of_the_environment(monkeypatch):
     ],
 )
 def test_setting_that_names_no_database_is_refused_without_its_password(folder, setting):
-    forms = "the path of a file, or a URL that starts with postgresql://"
+    forms = "a path, such as ./gardening.db, or a URL that starts with postgresql://"
     with pytest.raises(ValueError) as refusal:
         create_app({"DATABASE": setting})
     assert str(refusal.value) == f"FLASK_DATABASE must be {forms}"

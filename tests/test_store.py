@@ -347,10 +347,12 @@ IGNORE = {  # the next change of a Project, or all
 
 @pytest.mark.parametrize("change", ["UPDATE", "DELETE"])
 @pytest.mark.parametrize("times", [1, 9])
-def test_change_without_a_condition_that_changes_nothing_is_tried_once_more(
-    store, park, plain_sql, change, times
+@pytest.mark.parametrize("names_the_etag", [False, True])
+def test_change_that_is_allowed_but_changes_nothing_is_tried_once_more(
+    store, park, plain_sql, change, times, names_the_etag
 ):
     """As it may happen on a cluster while the account moves to another node."""
+    condition = Precondition([park.etag] if names_the_etag else None, ["another"])
     if is_sqlite(plain_sql):
         plain_sql.executescript(IGNORE["SQLite"].format(change, times))
     else:
@@ -358,9 +360,9 @@ def test_change_without_a_condition_that_changes_nothing_is_tried_once_more(
 
     def work():
         if change == "UPDATE":
-            store.update_project("ann", park.id, {"name": "Wood"})
+            store.update_project("ann", park.id, {"name": "Wood"}, condition)
         else:
-            store.delete_project("ann", park.id)
+            store.delete_project("ann", park.id, condition)
 
     if times == 1:
         work()
