@@ -156,16 +156,16 @@ class Store:
                 RETURNING project, fingerprint""",
                 claim,
             )
-            key_is_new = first_id == id
-            if key_is_new and project is not None:
-                delete_old_keys(connection, account, before=now - KEY_LIFETIME)
-            else:
-                connection.rollback()
-        if key_is_new:
+            if first_id != id:
+                project = None  # a request with this key was first
             if project is None:
-                # In the transaction, the error would close the connection.
-                raise AccountFull(self._max_projects)
+                connection.rollback()  # an error raised here would close the connection
+            else:
+                delete_old_keys(connection, account, before=now - KEY_LIFETIME)
+        if project is not None:
             return project
+        if first_id == id:
+            raise AccountFull(self._max_projects)
         # A key whose Project is gone is spent, whatever fields come with it.
         try:
             project = self.get_project(account, first_id)
@@ -337,10 +337,7 @@ class Store:
 
 
 def delete_old_keys(connection: Connection, account: str, before: int) -> None:
-    """Delete up to ten keys, the oldest from before this time.
-
-    So more are deleted than added, but no request takes long.
-    """
+    """Delete the ten oldest keys from before this time: each request adds only one."""
     connection.fetch(
         """DELETE FROM idempotency_key WHERE account = :account AND key IN
             (SELECT key FROM idempotency_key

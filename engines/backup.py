@@ -115,16 +115,16 @@ def copy_file(path: str, to: str) -> None:
 
     Raises BadBackup, sqlite3.Error; OSError if the file cannot be found.
     """
-    found = os.stat(path)
-    if not stat.S_ISREG(found.st_mode):  # SQLite would wait for the writer of a pipe
+    if not stat.S_ISREG(os.stat(path).st_mode):  # SQLite would wait for the writer of a pipe
         raise BadBackup("not a regular file")
-    if found.st_size == 0:
-        raise BadBackup("the file is empty")
     uri = f"{Path(path).absolute().as_uri()}?mode=ro"
     with (
         closing(sqlite3.connect(uri, uri=True)) as file,
         closing(sqlite3.connect(to, isolation_level=None)) as copy,
     ):
+        [(objects,)] = file.execute("SELECT count(*) FROM sqlite_schema")
+        if not objects:
+            raise BadBackup("the file is empty")
         [(application,)] = file.execute("PRAGMA application_id")
         [(version,)] = file.execute("PRAGMA user_version")
         if reason := incompatibility(marked_version(application, version)):

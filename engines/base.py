@@ -281,7 +281,7 @@ class Engine(ABC):
             if seconds is None and not connection.needs_transaction:
                 yield connection
                 return
-            acquisition.may_have_committed = False  # before COMMIT
+            acquisition.may_have_committed = False
             connection.begin(seconds or REQUEST_TIMEOUT)
             yield connection
             acquisition.may_have_committed = True
@@ -333,8 +333,8 @@ class Acquisition:
     def __init__(self, engine: Engine, writes: bool = False, creates: bool = False) -> None:
         self._engine, self._writes, self._creates = engine, writes, creates
         self._breaker = engine.write_breaker if writes else engine.read_breaker
-        # Whether a write that fails now may have been committed: at a COMMIT, or outside of a
-        # transaction.
+        # True while a write that fails may have been committed: always outside of a transaction,
+        # and within one only during COMMIT (see Engine.writer).
         self.may_have_committed = False
 
     def __enter__(self) -> Connection:

@@ -1,6 +1,6 @@
 """The fields of a Project: their order, their types, and who sets them.
 
-The documents and the changes of Projects are made from it. CONTRIBUTING.md says where else a new
+The SQL of documents and of changes is made from this table. CONTRIBUTING.md says where else a new
 field goes.
 """
 

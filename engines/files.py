@@ -13,7 +13,7 @@ from engines.base import OutcomeUnknown, Unavailable
 
 POLL_INTERVAL = 0.0002  # seconds between two attempts to acquire an flock
 FileID = tuple[int, int] | None  # device and inode; None: no file was seen yet
-# The file and the process of each open connection. After a fork, also those of the parent.
+# The file and the process of each open connection. A fork inherits its parent's.
 CONNECTIONS: list[tuple[FileID, int]] = []
 
 
@@ -80,8 +80,8 @@ class DatabaseFile:
     def create(self) -> None:
         """Create the file, unless one was seen or has the name. Raises OSError, Unavailable."""
         wal = f"{self.target}-wal"
-        # Look for the -wal first: another process that creates the database makes the file before
-        # its -wal. So a -wal without a file is what a lost database has left.
+        # Look for the -wal before the file. Who creates a database makes the file first, so a -wal
+        # that was there without a file is what a lost database has left.
         has_wal = os.path.exists(wal)
         if self._id or os.path.exists(self.path):
             return

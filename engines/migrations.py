@@ -6,7 +6,7 @@ later change of a table touches it.
 
 APPLICATION_ID = 0x67617264  # "gard": marks a database as ours
 SCHEMA_VERSION = 4  # of the tables in sqlite.sql and postgresql.sql
-OLDEST = 3  # that can be brought up to date: of releases 2.0.0 and 2.1.0
+OLDEST = 3  # the oldest version with a migration: releases 2.0.0 and 2.1.0
 # In the place of a schema version:
 EMPTY = 0  # the database has no tables
 FOREIGN = -1  # it is another program's

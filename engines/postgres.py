@@ -31,7 +31,7 @@ ROW_LOCK_TIMEOUT = 1  # seconds that a statement may wait for a lock
 STILL_ARRIVING = 50  # milliseconds between two parts of a long response, at most
 # Firewalls and load balancers forget a connection that was idle for four minutes or longer.
 KEEPALIVES = {"keepalives_idle": 60, "keepalives_interval": 10}  # seconds
-# Beginnings of SQLSTATEs. A statement that fails with one has changed nothing, except perhaps a
+# Prefixes of SQLSTATEs. A statement that fails with one has changed nothing, except perhaps a
 # COMMIT on Citus: see ClusterConnection.commit.
 OUTAGES = (
     "25006",  # the server is a standby
@@ -49,6 +49,7 @@ OUTAGES = (
 # The comment on the table of Projects. Releases before 3.0.0 read it as well, and "layout" is their
 # word for the schema version.
 MARK = "Gardening Project Service, layout "
+# The encoding; and the schema version in the mark, or FOREIGN if there is any table, or EMPTY.
 INSPECT = f"""
 SELECT current_setting('server_encoding'), coalesce(
     substring(obj_description(to_regclass('project'), 'pg_class') FROM '^{MARK}([0-9]+)$')::int,
@@ -122,8 +123,8 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
     )
     # UPDATE and DELETE test the condition twice. The test on the account sees the Project as it was
     # when the statement began; if it refuses the change, nothing is locked. The test on the Project
-    # runs under the account's lock, and sees the newest version (READ COMMITTED). If only that one
-    # refuses an update, the lists have got a new revision, which does no harm.
+    # runs under the account's lock, and sees the newest version (READ COMMITTED). An update that
+    # passes the first and fails the second gives the lists a new revision, which does no harm.
     #
     # `list_revision` is a parameter, since Citus allows no volatile function in an UPDATE.
     UPDATE = f"""
@@ -177,10 +178,11 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
 
     def begin(self, seconds: float) -> None:
         self.execute("BEGIN")
-        if seconds != REQUEST_TIMEOUT:  # which is set already
+        if seconds > REQUEST_TIMEOUT:
             self.set_timeouts(seconds)
 
     def is_usable(self) -> bool:
+        """Also starts the deadline of the request."""
         self.deadline = time.monotonic() + REQUEST_TIMEOUT
         # Input that nobody asked for nearly always means that the server has closed the connection.
         return not self._has_input(0)
@@ -211,8 +213,7 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
 
     def bring_up_to_date(self, engine: Engine, creates: bool) -> int:
         with self.transaction():
-            lock = f"SELECT pg_advisory_xact_lock({migrations.APPLICATION_ID})"
-            self.execute(lock)
+            self.execute(f"SELECT pg_advisory_xact_lock({migrations.APPLICATION_ID})")
             [(encoding, version)] = self.execute(INSPECT).fetchall()
             if encoding != "UTF8":
                 raise Unavailable(f"the database is in {encoding}, not in UTF8")

@@ -4,8 +4,8 @@
 
 CREATE TABLE account (                              -- made with its first Project
     name          TEXT    PRIMARY KEY,
-    list_revision TEXT    NOT NULL,                 -- in the ETags of its lists; random, as a
-                                                    -- counter would return with a backup
+    list_revision TEXT    NOT NULL,                 -- in the ETags of its lists; random, since
+                                                    -- a restore would repeat a counter
     last_seq      INTEGER NOT NULL DEFAULT 0,       -- the highest project.seq that it ever had
     project_count INTEGER NOT NULL DEFAULT 0        -- its Projects now
 ) STRICT;

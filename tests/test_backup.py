@@ -18,7 +18,7 @@ from auth import digest
 from engines.backup import COLUMNS, BadBackup, backup, restore
 from engines.base import Unavailable
 from engines.files import new_file
-from engines.migrations import OLDEST, SCHEMA_VERSION
+from engines.migrations import APPLICATION_ID, OLDEST, SCHEMA_VERSION
 from helpers.old_schemas import create_old_schema
 from helpers.running import BIN, LIMIT, POINT, ROOT, environment_of, run, store_on
 from helpers.stores import is_sqlite
@@ -336,6 +336,7 @@ REASONS = {
     "pipe": "not a regular file",
     "folder": "not a regular file",
     "empty": "the file is empty",
+    "no tables": "the file is empty",
     "missing": "No such file or directory",
 }
 
@@ -350,6 +351,9 @@ def test_file_that_is_no_backup_is_refused_in_one_line(database, tmp_path):
     with closing(sqlite3.connect(folder / "utf-16.db")) as other:
         other.execute("PRAGMA encoding = 'UTF-16'")
         other.execute("CREATE TABLE t (x)")
+    with closing(sqlite3.connect(folder / "no tables")) as marked:
+        marked.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        marked.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
     before = set(folder.iterdir())
     for file in (*before, folder / "missing", folder):
         command = [BIN / "flask", "restore", file]
