@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from app import create_app
+from engines.backup import backup, restore
 from engines.base import Breaker, OutcomeUnknown, Unavailable
 from engines.sqlite import SQLite, SQLiteConnection
 from helpers.running import LIMIT, at_once, retry_while_unavailable, run, store_on, wait_for
@@ -166,13 +167,16 @@ def test_python_whose_sqlite_is_too_old_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["gardening.db", "link.db"])
-def test_wal_without_its_database_is_not_thrown_away(database, name):
+def test_wal_without_its_database_is_not_thrown_away(database, tmp_path, name):
     Path(f"{database}-wal").write_text("acknowledged")
     Path(database).with_name("link.db").symlink_to(database)
-    with pytest.raises(Unavailable, match="has no database beside it; move it away first$"):
-        SQLite(str(Path(database).with_name(name))).open_database(creates=True)
-    assert Path(f"{database}-wal").read_text() == "acknowledged"
-    assert not os.path.exists(database)
+    file, engine = str(tmp_path / "backup"), SQLite(str(Path(database).with_name(name)))
+    backup(SQLite(":memory:"), file)
+    for use in (lambda: engine.open_database(creates=True), lambda: restore(engine, file)):
+        with pytest.raises(Unavailable, match="has no database beside it; move it away first$"):
+            use()
+        assert Path(f"{database}-wal").read_text() == "acknowledged"
+        assert not os.path.exists(database)
 
 
 @pytest.mark.parametrize("is_idle", [True, False])
