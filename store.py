@@ -86,7 +86,8 @@ KEY_LIFETIME = 7 * DAY  # the minimum for an idempotency key
 FIELDS_OF_1_2 = ("name", "postal_code", "location")
 ALWAYS = Precondition()
 WHOLE = Page(0, 2**63 - 1)  # the list as one page; no database takes a larger LIMIT
-ATTEMPTS = 2  # on Citus, a change may miss a Project that is moving to another node
+# A change may miss a Project that another writer has just changed, or that Citus is moving.
+ATTEMPTS = 2
 
 
 class Store:
@@ -193,7 +194,7 @@ class Store:
                 project = connection.update_project(account, id, columns, self._now(), condition)
             if project is not None:
                 return project
-            self._raise_refusal(account, id, condition)
+            self._raise_if_refused(account, id, condition)
         raise Unavailable("the Project could not be changed")
 
     def delete_project(self, account: str, id: str, condition: Precondition = ALWAYS) -> None:
@@ -203,11 +204,11 @@ class Store:
                 is_deleted = connection.delete_project(account, id, condition)
             if is_deleted:
                 return
-            self._raise_refusal(account, id, condition)
+            self._raise_if_refused(account, id, condition)
         raise Unavailable("the Project could not be deleted")
 
-    def _raise_refusal(self, account: str, id: str, condition: Precondition) -> None:
-        """Raises NotFound or Stale if that is why a change was not made."""
+    def _raise_if_refused(self, account: str, id: str, condition: Precondition) -> None:
+        """Raises NotFound or Stale, unless the change should be tried once more."""
         if not condition.allows(self.get_project(account, id).etag):
             raise Stale
 

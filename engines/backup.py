@@ -142,7 +142,7 @@ def copy_file(path: str, to: str) -> None:
         runnable = """SELECT type, replace(name, '"', '""') FROM sqlite_schema
             WHERE type IN ('trigger', 'view')"""
         for kind, name in copy.execute(runnable).fetchall():
-            copy.execute(f'DROP {kind} "{name}"')
+            copy.execute(f'DROP {kind} IF EXISTS "{name}"')  # a view takes its triggers along
 
 
 def copy_rows(source: Engine, target: Engine) -> None:

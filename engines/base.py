@@ -20,7 +20,7 @@ Columns = dict[str, object]  # some of a Project's, as they are stored
 REQUEST_TIMEOUT = 4.5  # seconds for a statement or a transaction of a request
 COMMAND_TIMEOUT = 3600  # seconds for a backup, a restore, a migration, a deletion
 PAUSE = 1.0  # seconds for which a breaker refuses everybody
-TRIAL_INTERVAL = 5.0  # seconds between two callers whom a half-open breaker lets try
+TRIAL_INTERVAL = 5.0  # seconds between two callers whom a half-open breaker admits
 
 
 class Unavailable(Exception):

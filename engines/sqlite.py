@@ -95,6 +95,7 @@ class SQLiteConnection(sqlite3.Connection, Connection):
             self.file.check_identity()
         except Unavailable:
             with suppress(sqlite3.Error):
+                self.rollback()
                 self.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         super().close()
         self.file.remove_connection()
