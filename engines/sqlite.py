@@ -242,7 +242,7 @@ class SQLite(Engine):
             return None
         reason = str(error)
         is_unwritable = self.folder and not os.access(self.folder, os.W_OK)
-        if is_unwritable and name.startswith("SQLITE_CANTOPEN"):
+        if is_unwritable and name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY_DIRECTORY")):
             reason = "its folder cannot be written to"
         # After a crash, SQLite may still find a commit that could not be synced.
         is_unknown = may_have_committed and name.startswith("SQLITE_IOERR")

@@ -352,10 +352,10 @@ def test_file_that_may_only_be_read_is_unavailable_to_writers(open_store):
 
 
 def test_file_in_a_folder_that_cannot_be_written_to_is_unavailable(open_store):
-    """SQLite needs its -shm there, and would say that it cannot open the file."""
+    """SQLite needs a -shm there, and would say that the file is read-only."""
     with TemporaryDirectory(dir="/var/tmp") as folder:
         database = f"{folder}/gardening.db"
-        open_store(database).create_project("ann", {})
+        open_store(database).close()  # and has no -shm
         os.chmod(database, 0o444)
         os.chmod(folder, 0o555)
         not_as_root = "os.geteuid() or os.setuid(65534)"
