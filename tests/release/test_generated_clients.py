@@ -22,7 +22,9 @@ TSC_OPTIONS = "--target es2022 --module nodenext --lib es2022,dom --skipLibCheck
 
 @pytest.fixture(scope="module")
 def database(tmp_path_factory):
-    return str(tmp_path_factory.mktemp("clients") / "gardening.db")
+    database = str(tmp_path_factory.mktemp("clients") / "gardening.db")
+    run(BIN / "flask", "init-db", environment=environment_of(database))
+    return database
 
 
 @pytest.fixture(scope="module")
