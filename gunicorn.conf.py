@@ -20,7 +20,7 @@ setting = os.environ.get("GARDENING_WORKERS", "").strip() or os.environ.get("WEB
 # kept-alive connections.
 workers = setting or str(2 * (os.cpu_count() or 1))
 if not re.fullmatch("[1-9][0-9]*", workers):  # with 0, gunicorn would serve no connection
-    sys.exit("Error: GARDENING_WORKERS must be a whole number, 1 or more")
+    sys.exit("Error: GARDENING_WORKERS or WEB_CONCURRENCY must be a whole number, 1 or more")
 # Two, so that a write waiting for the disk does not hold up its process. With more, they contend
 # for the interpreter, and a mix of reads and writes gets slower.
 threads = 2

@@ -72,7 +72,8 @@ WRONG_NUMBERS = [("GARDENING_WORKERS", wrong) for wrong in ("0", "-1", "two", "1
 @pytest.mark.parametrize("name, wrong", [*WRONG_NUMBERS, ("WEB_CONCURRENCY", "0")])
 def test_wrong_number_of_workers_is_refused_in_one_line(environment, name, wrong):
     refused = run(BIN / "gunicorn", environment=environment | {name: wrong}, status=1)
-    assert refused.stderr == "Error: GARDENING_WORKERS must be a whole number, 1 or more\n"
+    form = "must be a whole number, 1 or more"
+    assert refused.stderr == f"Error: GARDENING_WORKERS or WEB_CONCURRENCY {form}\n"
 
 
 def test_prefix_does_not_come_from_a_header(environment, token):
