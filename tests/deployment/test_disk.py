@@ -55,6 +55,11 @@ def test_full_disk_stops_writes_until_there_is_room(mount, tmp_path):
                 break
             acknowledged += 1
         assert (status, headers["Retry-After"]) == (503, "5")
+        assert client.call("GET", "/health")[0] == 200
+        revocation = run(
+            BIN / "flask", "token", "revoke", "1", environment=environment_of(database), status=1
+        )
+        assert "database or disk is full" in revocation.stderr
         assert len(client.call("GET", PROJECTS)[1]) == acknowledged
         (disk / "filler").unlink()
         assert client.call("POST", PROJECTS, body)[0] == 201

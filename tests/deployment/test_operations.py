@@ -365,6 +365,7 @@ def test_older_release_after_a_newer_one_needs_the_backup(machine, no_backups, e
     assert installed_release(machine) == before
     machine.paste(restore_later())
     assert names(machine, empty_account) == ["Park"]
+    machine.paste("/opt/gardening/deploy/install")
     release(machine, "git revert --no-edit --no-commit HEAD")
 
 
