@@ -14,8 +14,8 @@ import click
 from engines.base import COMMAND_TIMEOUT, Acquisition, Engine, Unavailable
 from engines.fields import FIELDS
 from engines.files import new_file
-from engines.migrations import incompatibility, marked_version
-from engines.sqlite import SQLite
+from engines.migrations import EMPTY, incompatibility
+from engines.sqlite import SQLite, inspect
 
 # The columns of each table, in the order in which a restore fills them: `project` precedes `part`,
 # which refers to it.
@@ -122,12 +122,10 @@ def copy_file(path: str, to: str) -> None:
         closing(sqlite3.connect(uri, uri=True)) as file,
         closing(sqlite3.connect(to, isolation_level=None)) as copy,
     ):
-        [(objects,)] = file.execute("SELECT count(*) FROM sqlite_schema")
-        if not objects:
+        version, _ = inspect(file)
+        if version == EMPTY:
             raise BadBackup("the file is empty")
-        [(application,)] = file.execute("PRAGMA application_id")
-        [(version,)] = file.execute("PRAGMA user_version")
-        if reason := incompatibility(marked_version(application, version)):
+        if reason := incompatibility(version):
             raise BadBackup(f"the backup was {reason}")
         try:
             file.backup(copy)

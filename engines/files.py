@@ -80,8 +80,8 @@ class DatabaseFile:
     def create(self) -> None:
         """Create the file, unless one was seen or has the name. Raises OSError, Unavailable."""
         wal = f"{self.target}-wal"
-        # Look for the -wal before the file. Whoever creates a database makes the file first, so a -wal
-        # that was there without a file is what a lost database has left.
+        # Look for the -wal before the file. Whoever creates a database makes the file first, so a
+        # -wal that was there without a file is what a lost database has left.
         has_wal = os.path.exists(wal)
         if self._id or os.path.exists(self.path):
             return

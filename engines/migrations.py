@@ -12,12 +12,6 @@ EMPTY = 0  # the database has no tables
 FOREIGN = -1  # it is another program's
 
 
-def marked_version(application_id: int, user_version: int) -> int:
-    """The schema version in the header of a SQLite file that is not empty, or FOREIGN."""
-    is_ours = application_id == APPLICATION_ID and user_version > 0
-    return user_version if is_ours else FOREIGN
-
-
 def incompatibility(version: int) -> str | None:
     """Why this release cannot use a database, to follow "it was"; None if it can."""
     if version == FOREIGN:
@@ -30,8 +24,8 @@ def incompatibility(version: int) -> str | None:
 
 
 # By the version that they lead to. SQLite cannot change the constraints of a table, so its
-# migration makes new tables and copies the rows. IF EXISTS, because a restore has
-# already dropped the backup's triggers: see copy_file in backup.py.
+# migration makes new tables and copies the rows. IF EXISTS, because a restore has already dropped
+# the backup's triggers: see copy_file in backup.py.
 SQLITE = {
     4: """
 DROP TRIGGER IF EXISTS project_insert;

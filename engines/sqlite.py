@@ -95,19 +95,18 @@ class SQLiteConnection(sqlite3.Connection, Connection):
             self.file.check_identity()
         except Unavailable:
             with suppress(sqlite3.Error):
-                self.rollback()
                 self.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         super().close()
         self.file.remove_connection()
 
     def bring_up_to_date(self, engine: Engine, creates: bool) -> int:
-        version, is_wal = self._inspect()
+        version, is_wal = inspect(self)
         scripts = engine.scripts_for(version, creates)
         if is_wal and not scripts:
             return version
         with engine.write_lock():
             self.execute("PRAGMA journal_mode = WAL")
-            version, _ = self._inspect()  # again: another process may have been first
+            version, _ = inspect(self)  # again: another process may have been first
             scripts = engine.scripts_for(version, creates)
             marks = (
                 f"PRAGMA application_id = {migrations.APPLICATION_ID}",
@@ -116,17 +115,6 @@ class SQLiteConnection(sqlite3.Connection, Connection):
             script = ("BEGIN IMMEDIATE", *scripts, *marks, "COMMIT")
             self.executescript(";".join(script))
         return version
-
-    def _inspect(self) -> tuple[int, bool]:
-        """The schema version, and whether it is in WAL mode; a new file and a backup are not."""
-        [(application, version, mode, objects)] = self.fetch(
-            """SELECT application_id, user_version, journal_mode,
-                (SELECT count(*) FROM sqlite_schema)
-            FROM pragma_application_id, pragma_user_version, pragma_journal_mode""",
-            {},
-        )
-        marked = migrations.marked_version(application, version) if objects else migrations.EMPTY
-        return marked, mode == "wal"
 
     def begin_snapshot(self) -> None:
         self.execute("BEGIN")
@@ -138,6 +126,19 @@ class SQLiteConnection(sqlite3.Connection, Connection):
         names = list(columns)
         values = f"({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
         self.executemany(f"INSERT INTO {table} {values}", rows)
+
+
+def inspect(connection: sqlite3.Connection) -> tuple[int, bool]:
+    """The schema version, and whether the file is in WAL mode; a new one and a backup are not."""
+    [(application, version, mode, objects)] = connection.execute(
+        """SELECT application_id, user_version, journal_mode, (SELECT count(*) FROM sqlite_schema)
+        FROM pragma_application_id, pragma_user_version, pragma_journal_mode"""
+    )
+    if not objects:
+        version = migrations.EMPTY
+    elif application != migrations.APPLICATION_ID or version < 1:
+        version = migrations.FOREIGN
+    return version, mode == "wal"
 
 
 class SQLite(Engine):

@@ -210,15 +210,6 @@ def test_replaced_file_is_not_used_until_a_restart(
     assert listed(open_store()) == [read(park)]
 
 
-def test_failed_transaction_leaves_nothing_for_the_new_file(store, park, database):
-    backup(store.engine, f"{database}-copy")
-    with pytest.raises(ZeroDivisionError), store.engine.writer(LIMIT) as connection:
-        connection.fetch("DELETE FROM project", {})
-        os.rename(f"{database}-copy", database)
-        raise ZeroDivisionError
-    assert os.path.getsize(f"{database}-wal") == 0
-
-
 def test_write_that_met_the_removal_of_its_file_is_in_doubt(store, park, database, foreign_lock):
     def is_sent():
         frames = sys._current_frames().values()
