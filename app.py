@@ -5,13 +5,12 @@ Failures travel as exceptions to the handlers of problems.py.
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
-from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-from flask import Blueprint, Flask, Response, current_app, request, url_for
+from flask import Blueprint, Flask, Response, current_app, request
 from werkzeug.http import quote_etag
-from werkzeug.routing import Map, Rule
+from werkzeug.routing import Rule
 
 import commands
 import problems
@@ -28,7 +27,7 @@ api = Blueprint("api", __name__)
 
 
 def create_app(config: Mapping[str, Any] | None = None) -> Flask:
-    """Build the service; DATABASE, MAX_PROJECTS and PREFIX in `config` override the environment.
+    """Build the service; DATABASE and MAX_PROJECTS in `config` override the environment.
 
     It opens no file, except under `flask run`, which creates the database. Raises ValueError for a
     setting that is wrong.
@@ -39,7 +38,6 @@ def create_app(config: Mapping[str, Any] | None = None) -> Flask:
         PROVIDE_AUTOMATIC_OPTIONS=False,
         DATABASE=os.environ.get("FLASK_DATABASE"),
         MAX_PROJECTS=os.environ.get("GARDENING_MAX_PROJECTS") or MAX_PROJECTS,
-        PREFIX=os.environ.get("GARDENING_PREFIX"),
     )
     app.config.update(config or {})
     app.url_map.merge_slashes = False  # "a//b" is not redirected to "a/b"
@@ -56,12 +54,9 @@ def create_app(config: Mapping[str, Any] | None = None) -> Flask:
             raise ValueError("FLASK_DATABASE cannot be :memory:")
         engine = engine_on(str(app.config["DATABASE"] or ""), default)  # a Path will do
         max_projects = read_max_projects(app.config["MAX_PROJECTS"])
-        prefix = read_prefix(app.config["PREFIX"], app.url_map)
     except ValueError as error:
         raise commands.WrongSetting(str(error)) from error
     app.extensions["store"] = Store(engine, max_projects=max_projects)
-    if prefix:
-        app.wsgi_app = without_prefix(app.wsgi_app, prefix)  # type: ignore[assignment]
     commands.add_to(app)
     return app
 
@@ -73,32 +68,6 @@ def read_max_projects(setting: object) -> int:
             "GARDENING_MAX_PROJECTS must be a whole number, 1 or more, of up to 18 digits"
         )
     return int(str(setting))
-
-
-def read_prefix(setting: object, routes: Map) -> str:
-    """The prefix with a slash in front and none behind; "" for none. Raises ValueError."""
-    text = str(setting or "").strip("/")
-    prefix = f"/{text}" if text else ""
-    if not re.fullmatch("(/[A-Za-z0-9._~-]+)*", prefix):
-        form = "segments of A-Z a-z 0-9 . _ ~ -, with slashes between them"
-        raise ValueError(f"GARDENING_PREFIX must be {form}")
-    for rule in routes.iter_rules():
-        if prefix and f"{rule.rule}/".startswith(f"{prefix}/"):
-            raise ValueError(f"GARDENING_PREFIX must not be {prefix}, a path in use")
-    return prefix
-
-
-def without_prefix(wsgi_app: WSGIApplication, prefix: str) -> WSGIApplication:
-    """Take the prefix off an address that has it (PEP 3333, SCRIPT_NAME)."""
-
-    def stripped(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        path = environ.get("PATH_INFO", "")  # a server may omit an empty one
-        if path.startswith(f"{prefix}/"):
-            environ["SCRIPT_NAME"] = environ.get("SCRIPT_NAME", "") + prefix
-            environ["PATH_INFO"] = path.removeprefix(prefix)
-        return wsgi_app(environ, start_response)
-
-    return stripped
 
 
 def hello() -> dict[str, Any]:
@@ -134,8 +103,8 @@ def get_description() -> Response:
 def create_project(account: str) -> Response:
     """Create a Project; `{}` will do."""
     project = current_store().create_project(account, read_fields(), read_key())
-    location = url_for(".get_project", id=project.id)
-    headers = {"Location": location, "ETag": quote_etag(project.etag)}
+    # Relative to the address of the request (RFC 9110 10.2.2), which a proxy may have changed.
+    headers = {"Location": f"projects/{project.id}", "ETag": quote_etag(project.etag)}
     return Response(project.document, 201, headers, content_type="application/json")
 
 
@@ -208,7 +177,6 @@ def cache_headers(etag: str) -> dict[str, str]:
 
 
 def link_to_next(page: Page, after: int) -> str:
-    """The value of the header Link (RFC 8288)."""
+    """The value of the header Link (RFC 8288), relative like Location."""
     number = min(page.number + 1, MAX_PAGE)
-    query = f"page={number}&size={page.size}&after={after}"
-    return f'<{url_for(".list_projects")}?{query}>; rel="next"'
+    return f'<?page={number}&size={page.size}&after={after}>; rel="next"'
