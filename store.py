@@ -13,10 +13,8 @@ from typing import NamedTuple
 
 from engines.base import (
     COMMAND_TIMEOUT,
-    REQUEST_TIMEOUT,
     Acquisition,
     Columns,
-    Connection,
     Engine,
     Precondition,
     Project,
@@ -34,11 +32,7 @@ class Stale(Exception):
 
 
 class KeyReused(Exception):
-    """The account made a Project with the same key and other fields."""
-
-
-class KeySpent(Exception):
-    """The Project that the account made with the same key has been deleted."""
+    """The account has a Project that was made with the same key and other fields."""
 
 
 class AccountFull(Exception):
@@ -82,8 +76,6 @@ class Token(NamedTuple):
 Fields = Mapping[str, object]  # what a caller sets: some fields of a Project, or all
 DAY = 86_400_000  # milliseconds
 MAX_PROJECTS = 10_000  # of an account, unless a setting says otherwise
-KEY_LIFETIME = 7 * DAY  # the minimum for an idempotency key
-FIELDS_OF_1_2 = ("name", "postal_code", "location")
 ALWAYS = Precondition()
 WHOLE = Page(0, 2**63 - 1)  # the list as one page; no database takes a larger LIMIT
 # A change may miss a Project that another writer has just changed, or that Citus is moving.
@@ -118,63 +110,30 @@ class Store:
         self.engine.check()
 
     def create_project(self, account: str, fields: Fields, key: str | None = None) -> Project:
-        """Add a Project, or return the one that the account made with the same key.
+        """Add a Project, or return the account's Project that has this key.
 
-        Raises AccountFull, KeyReused, KeySpent.
+        Raises AccountFull, KeyReused.
         """
         id = secrets.token_hex(12)
         columns = dict.fromkeys(SETTABLE) | as_columns(fields)
-        if key is not None:
-            return self._create_once(account, id, columns, key)
-        with self.engine.writer() as connection:
+        fingerprint = None if key is None else fingerprint_of(columns)
+        columns |= {"key": key, "fingerprint": fingerprint}
+        first = None
+        with self.engine.writer(has_key=key is not None) as connection:
             project = connection.create_project(
                 account, id, columns, self._now(), self._max_projects
             )
-        if project is None:
-            raise AccountFull(self._max_projects)
-        return project
-
-    def _create_once(self, account: str, id: str, columns: Columns, key: str) -> Project:
-        """Add the Project if its key is new. Otherwise return the one that has the key."""
-        now = self._now()
-        claim = {
-            "account": account,
-            "key": key,
-            "fingerprint": fingerprint_of(columns),
-            "project": id,
-            "now": now,
-        }
-        with self.engine.writer(REQUEST_TIMEOUT) as connection:
-            # The Project first: every change locks the account before any other row.
-            project = connection.create_project(account, id, columns, now, self._max_projects)
-            # The update changes nothing. But unlike DO NOTHING, it returns the row that is there.
-            [(first_id, first_fingerprint)] = connection.fetch(
-                """INSERT INTO idempotency_key
-                    (account, key, fingerprint, project, created_at)
-                VALUES (:account, :key, :fingerprint, :project, :now)
-                ON CONFLICT (account, key)
-                    DO UPDATE SET fingerprint = idempotency_key.fingerprint
-                RETURNING project, fingerprint""",
-                claim,
-            )
-            if first_id != id:
-                project = None  # a request with this key was first
             if project is None:
-                connection.rollback()  # an error raised here would close the connection
-            else:
-                delete_old_keys(connection, account, before=now - KEY_LIFETIME)
+                # Under the lock of the creation, so that nobody deletes the Project meanwhile.
+                first = connection.find_by_key(account, key)
+                connection.rollback()  # what was counted
         if project is not None:
             return project
-        if first_id == id:
+        if first is None:
             raise AccountFull(self._max_projects)
-        # A key whose Project is gone is spent, whatever fields come with it.
-        try:
-            project = self.get_project(account, first_id)
-        except NotFound:
-            raise KeySpent from None
-        if first_fingerprint != claim["fingerprint"]:
+        if first.fingerprint != fingerprint:
             raise KeyReused
-        return project
+        return first.project
 
     def get_project(self, account: str, id: str) -> Project:
         """Raises NotFound."""
@@ -212,29 +171,19 @@ class Store:
         if not condition.allows(self.get_project(account, id).etag):
             raise Stale
 
-    def list_etag(self, account: str, page: Page | None = None) -> str:
-        """The ETag of what `list_projects` returns, without rendering the Projects.
-
-        Any change gives the account's lists new ETags, and no old one comes back. There is one
-        exception: an account without a row, be it new or deleted, always has the same ETags.
-        """
-        rows = self.engine.read(
-            "SELECT list_revision FROM account WHERE name = :account", {"account": account}
-        )
-        return etag_of(rows[0][0] if rows else None, page)
-
     def list_projects(self, account: str, page: Page | None = None) -> ProjectList:
-        """All Projects, oldest first, or one page of them."""
+        """All Projects, oldest first, or one page of them. The same content has the same ETag."""
         number, size, after = page or WHOLE
         offset = number * size if after is None else 0
         with Acquisition(self.engine) as connection:
             found = connection.list_projects(account, size, after or 0, offset)
-        etag = etag_of(found.list_revision, page)
-        if page is None:
-            return ProjectList(etag, found.documents, None)
-        numbers = f'"page":{number},"size":{size},"total":{found.total or 0}'.encode()
-        document = b'{"projectList":%b,%b}' % (found.documents, numbers)
-        return ProjectList(etag, document, found.next_after)
+        document = found.documents
+        if page is not None:
+            numbers = f'"page":{number},"size":{size},"total":{found.total or 0}'.encode()
+            document = b'{"projectList":%b,%b}' % (document, numbers)
+        digest = hashlib.sha256(document)
+        digest.update(str(found.next_after).encode())
+        return ProjectList(digest.hexdigest(), document, found.next_after)
 
     def add_token(self, account: str, digest: bytes, days: int | None = None) -> int:
         """Let a token act for the account for this many days, or for ever.
@@ -323,35 +272,17 @@ class Store:
         """Delete the account and all that it owns, if there is such an account."""
         with self.engine.writer(COMMAND_TIMEOUT) as connection:
             for sql in (
-                # Locks the account's row, as every change does first. It may have none yet.
-                """INSERT INTO account (name, list_revision) VALUES (:name, '')
-                ON CONFLICT (name) DO UPDATE SET list_revision = account.list_revision""",
+                # Locks the account's row, as whatever adds Projects does first. It may have none.
+                """INSERT INTO account (name) VALUES (:name)
+                ON CONFLICT (name) DO UPDATE SET last_seq = account.last_seq""",
                 "DELETE FROM project WHERE account = :name",
                 "DELETE FROM token WHERE account = :name",
-                "DELETE FROM idempotency_key WHERE account = :name",
                 "DELETE FROM account WHERE name = :name",
             ):
                 connection.fetch(sql, {"name": name})
 
     def _now(self) -> int:
         return int(self._clock() * 1000)
-
-
-def delete_old_keys(connection: Connection, account: str, before: int) -> None:
-    """Delete the ten oldest keys from before this time: each request adds only one."""
-    connection.fetch(
-        """DELETE FROM idempotency_key WHERE account = :account AND key IN
-            (SELECT key FROM idempotency_key
-            WHERE account = :account AND created_at < :before
-            ORDER BY created_at LIMIT 10)""",
-        {"account": account, "before": before},
-    )
-
-
-def etag_of(revision: str | None, page: Page | None) -> str:
-    """The ETag of a list, made of the account's revision and the page that was asked for."""
-    numbers = [str(number) for number in page or [] if number is not None]
-    return f"{revision or ''}-{'-'.join(numbers)}"
 
 
 def as_columns(fields: Fields) -> dict[str, object]:
@@ -364,12 +295,9 @@ def as_columns(fields: Fields) -> dict[str, object]:
 
 
 def fingerprint_of(columns: Columns) -> bytes:
-    """A SHA-256 digest of the fields, to compare requests with the same key.
+    """A SHA-256 digest of the fields that are not null, to compare requests with the same key.
 
-    It is the same in every release. So a field that came after 1.2.0 counts only if it is not null,
-    and the order of the fields never changes: new ones are last in FIELDS.
+    It is the same in every release that takes these fields.
     """
-    compared = {
-        name: value for name, value in columns.items() if name in FIELDS_OF_1_2 or value is not None
-    }
-    return hashlib.sha256(json.dumps(compared).encode()).digest()
+    given = {name: value for name, value in columns.items() if value is not None}
+    return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).digest()

@@ -1,7 +1,6 @@
 """Backup and restore: a whole database as one SQLite file, from and to either engine."""
 
 import os
-import secrets
 import sqlite3
 import stat
 import sys
@@ -21,23 +20,22 @@ from engines.sqlite import SQLite, inspect
 # which refers to it.
 COLUMNS = {
     "token": ("id", "account", "digest", "created_at", "expires_at"),
-    "project": (*FIELDS, "account", "seq"),
+    "project": (*FIELDS, "account", "seq", "key", "fingerprint"),
     "part": ("id", "project", "kind", "account"),
-    "idempotency_key": ("account", "key", "fingerprint", "project", "created_at"),
     # Last, since SQLite's triggers write it while `project` is filled.
-    "account": ("name", "list_revision", "last_seq", "project_count"),
+    "account": ("name", "last_seq", "project_count"),
 }
 # A row for each account, with its Projects counted anew. `last_seq` is never lowered: it is higher
 # than any seq if the last Projects were deleted.
 REBUILD_ACCOUNTS = """
-    INSERT INTO account (name, list_revision, last_seq, project_count)
-    SELECT name, :list_revision, max(last_seq), sum(project_count)
+    INSERT INTO account (name, last_seq, project_count)
+    SELECT name, max(last_seq), sum(project_count)
     FROM (SELECT name, last_seq, 0 AS project_count FROM account
         UNION ALL SELECT account, max(seq), count(*) FROM project GROUP BY account) AS found
     WHERE true  -- or SQLite would take ON for a part of a join
     GROUP BY name
-    ON CONFLICT (name) DO UPDATE SET list_revision = excluded.list_revision,
-        last_seq = excluded.last_seq, project_count = excluded.project_count"""
+    ON CONFLICT (name) DO UPDATE
+        SET last_seq = excluded.last_seq, project_count = excluded.project_count"""
 
 
 class BadBackup(Exception):
@@ -146,8 +144,7 @@ def copy_file(path: str, to: str) -> None:
 def copy_rows(source: Engine, target: Engine) -> None:
     """Copy the rows of every table, in one transaction on each side.
 
-    The Projects of each account are counted anew. The lists get new ETags, since something other
-    than the service may have written to the source. A terminal at standard error shows how far the
+    The Projects of each account are counted anew. A terminal at standard error shows how far the
     copy has got. Raises Unavailable unless the target is empty.
     """
     # An error passes through `translate_error` of both engines, first of the target. If both are
@@ -177,7 +174,7 @@ def copy_rows(source: Engine, target: Engine) -> None:
                 with closing(rows), progress_bar as shown:
                     writer.insert(table, columns, iter(shown))
             writer.advance_token_sequence()
-            writer.fetch(REBUILD_ACCOUNTS, {"list_revision": secrets.token_hex(8)})
+            writer.fetch(REBUILD_ACCOUNTS, {})
         reader.commit()
     if not is_empty:
         raise Unavailable("the database to fill is not empty")

@@ -2,7 +2,6 @@
 
 import json
 import os
-import secrets
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -12,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engines.migrations import EMPTY, SCHEMA_VERSION, incompatibility
+from engines.migrations import EMPTY, SCHEMA_VERSION, Migrations, incompatibility
 
 Parameters = dict[str, Any]  # of a statement, by name
 Rows = list[Any]
@@ -40,11 +39,15 @@ class Project(NamedTuple):
     document: bytes  # JSON
 
 
-class ProjectPage(NamedTuple):
-    """A part of an account's list; the first two are None if the account has no row."""
+class KeyedProject(NamedTuple):
+    project: Project
+    fingerprint: bytes  # of the request that created it
 
-    list_revision: str | None
-    total: int | None  # all Projects of the account
+
+class ProjectPage(NamedTuple):
+    """A part of an account's list."""
+
+    total: int | None  # all Projects of the account; None if it has no row
     next_after: int | None  # the seq of the last Project here, if more follow
     documents: bytes  # a JSON array
 
@@ -71,14 +74,13 @@ class Connection(ABC):
     GET: str
     # The columns of a ProjectPage: up to :size Projects with seq > :after, skipping :offset.
     LIST: str
-    # The last of them returns the Project. If the account is full, one returns no row, and the
-    # rest must not run.
+    # The last of them returns the Project. If the account is full or has the key, one returns no
+    # row, and the rest must not run.
     CREATE: tuple[str, ...]
     # <changes> stands for assignments to columns, each with a comma after it.
     UPDATE: str
     # Returns the id, or no row.
     DELETE: str
-    needs_transaction = False  # for a single statement that writes
 
     def get_project(self, account: str, id: str) -> Project | None:
         # PostgreSQL refuses U+0000 in text. No id contains a "?", so this finds no Project.
@@ -93,11 +95,14 @@ class Connection(ABC):
     def create_project(
         self, account: str, id: str, columns: Columns, now: int, limit: int
     ) -> Project | None:
-        """Add a Project with these columns; None if the account has `limit` or more."""
+        """Add a Project with these columns.
+
+        None if the account has the key, or `limit` Projects or more. Then a transaction has to be
+        rolled back.
+        """
         parameters = columns | {
             "account": account,
             "id": id,
-            "list_revision": secrets.token_hex(8),  # on SQLite, the triggers make another one
             "now": now,
             "limit": limit,
         }
@@ -107,6 +112,17 @@ class Connection(ABC):
             if not rows:
                 return None
         return Project(*rows[0])
+
+    def find_by_key(self, account: str, key: str | None) -> KeyedProject | None:
+        """The account's Project that has this key."""
+        rows = self.fetch(
+            "SELECT id, fingerprint FROM project WHERE account = :account AND key = :key",
+            {"account": account, "key": key},
+        )
+        for id, fingerprint in rows:
+            if project := self.get_project(account, id):
+                return KeyedProject(project, fingerprint)
+        return None
 
     def update_project(
         self, account: str, id: str, columns: Columns, now: int, condition: Precondition
@@ -120,6 +136,10 @@ class Connection(ABC):
     def delete_project(self, account: str, id: str, condition: Precondition) -> bool:
         """False if the condition fails or there is no such Project."""
         return bool(self.fetch(self.DELETE, change_parameters(account, id, condition)))
+
+    def needs_transaction(self, has_key: bool) -> bool:
+        """Whether one change, perhaps the creation of a Project with a key, is a transaction."""
+        return False
 
     @abstractmethod
     def fetch(self, sql: str, parameters: Parameters) -> Rows:
@@ -176,7 +196,6 @@ def change_parameters(account: str, id: str, condition: Precondition) -> Paramet
     return {
         "account": account,
         "id": id.replace("\0", "?"),  # as in get_project
-        "list_revision": secrets.token_hex(8),
         "if_match": None if if_match is None else json.dumps(if_match),
         # None, so that the database parses nothing.
         "if_none_match": json.dumps(if_none_match) if if_none_match else None,
@@ -215,7 +234,7 @@ class Engine(ABC):
     """
 
     SCHEMA: str  # the name of the file with the tables
-    MIGRATIONS: dict[int, str]  # by the schema version that they lead to
+    MIGRATIONS: Migrations
     ERROR: type[Exception]  # the base of the driver's errors
     name: str  # of the database, as an operator knows it, without a password
     folder: str | None = None  # where the database is, if it is a file
@@ -271,14 +290,17 @@ class Engine(ABC):
             return connection.fetch(sql, parameters)
 
     @contextmanager
-    def writer(self, seconds: float | None = None) -> Iterator[Connection]:
-        """A connection for one statement that writes, or with `seconds` for a transaction.
+    def writer(
+        self, seconds: float | None = None, *, has_key: bool = False
+    ) -> Iterator[Connection]:
+        """A connection for one change, or with `seconds` for a transaction that may take this long.
 
-        The transaction may take this long. Raises Unavailable, OutcomeUnknown.
+        `has_key` says that the change creates a Project with a key. Raises Unavailable,
+        OutcomeUnknown.
         """
         acquisition = Acquisition(self, writes=True)
         with acquisition as connection, self.write_lock():
-            if seconds is None and not connection.needs_transaction:
+            if seconds is None and not connection.needs_transaction(has_key):
                 yield connection
                 return
             acquisition.may_have_committed = False
@@ -320,7 +342,7 @@ class Engine(ABC):
         if reason := incompatibility(version):
             raise Unavailable(f"the database was {reason}")
         later = range(version + 1, SCHEMA_VERSION + 1)
-        return [self.MIGRATIONS[each] for each in later]
+        return [statement for each in later for statement in self.MIGRATIONS[each]]
 
 
 class Acquisition:

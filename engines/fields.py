@@ -15,8 +15,7 @@ class Field(NamedTuple):
     set_by: str
 
 
-# In the order of a Project's document. A new one comes last, since store.fingerprint_of depends on
-# the order.
+# In the order of a Project's document.
 FIELDS = {
     "id": Field(TEXT, SERVICE),
     "name": Field(TEXT, CALLER),

@@ -46,15 +46,20 @@ OUTAGES = (
     "XX001",  # damage
     "XX002",
 )
-# The comment on the table of Projects. Releases before 3.0.0 read it as well, and "layout" is their
-# word for the schema version.
-MARK = "Gardening Project Service, layout "
-# The encoding; and the schema version in the mark, or FOREIGN if there is any table, or EMPTY.
+# The comment on the table of Projects, with the schema version.
+MARK = "Gardening Project Service, schema version "
+# The encoding; and the schema version in the mark, or FOREIGN if there is any table but those of
+# extensions, or EMPTY. Before release 1.0.0, the mark was worded otherwise.
 INSPECT = f"""
 SELECT current_setting('server_encoding'), coalesce(
-    substring(obj_description(to_regclass('project'), 'pg_class') FROM '^{MARK}([0-9]+)$')::int,
-    (SELECT {migrations.FOREIGN} FROM information_schema.tables
-    WHERE table_schema = current_schema() AND table_type = 'BASE TABLE' LIMIT 1),
+    substring(obj_description(to_regclass('project'), 'pg_class')
+        FROM '^Gardening Project Service, .* ([0-9]+)$')::int,
+    (SELECT {migrations.FOREIGN} FROM pg_class
+    WHERE relnamespace = (SELECT oid FROM pg_namespace WHERE nspname = current_schema())
+        AND relkind IN ('r', 'p')
+        AND NOT EXISTS (SELECT FROM pg_depend
+            WHERE classid = 'pg_class'::regclass AND objid = pg_class.oid AND deptype = 'e')
+    LIMIT 1),
     {migrations.EMPTY})
 """
 # Whatever the server's defaults, writers of an account wait for each other instead of failing, and
@@ -84,11 +89,10 @@ ETAG = "(version::text || '-' || updated_at::text)"
 ETAG_IS_ALLOWED = f"""(:if_match::jsonb IS NULL OR :if_match::jsonb ? {ETAG})
     AND (:if_none_match::jsonb IS NULL OR NOT :if_none_match::jsonb ? {ETAG})"""
 COUNT_PROJECT = """
-    INSERT INTO account AS present (name, last_seq, project_count, list_revision)
-    VALUES (:account, 1, 1, :list_revision)
+    INSERT INTO account AS present (name, last_seq, project_count)
+    VALUES (:account, 1, 1)
     ON CONFLICT (name) DO UPDATE SET last_seq = present.last_seq + 1,
-        project_count = present.project_count + 1,
-        list_revision = excluded.list_revision
+        project_count = present.project_count + 1
     WHERE present.project_count < :limit
     RETURNING name, last_seq"""
 
@@ -105,46 +109,38 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
         FROM project
         WHERE id = :id AND account = :account"""
     LIST = f"""
-        SELECT (SELECT list_revision FROM account WHERE name = :account),
-            (SELECT project_count FROM account WHERE name = :account),
+        SELECT (SELECT project_count FROM account WHERE name = :account),
             nullif(max(seq), (SELECT max(seq) FROM project WHERE account = :account)),
             convert_to(concat('[', string_agg({DOCUMENT}, ',' ORDER BY seq), ']'), 'UTF8')
         FROM (SELECT * FROM project WHERE account = :account AND seq > :after
             ORDER BY seq LIMIT :size OFFSET :offset) AS page"""
-    # Every change of a Project, and the deletion of an account, locks the account's row first. So
-    # the revisions of an account are in the order of the commits, and no two writers can deadlock.
+    # What adds or deletes Projects locks the account's row first, so that no two can deadlock. An
+    # update locks its Project alone.
     CREATE: tuple[str, ...] = (
         f"""
         WITH counted AS ({COUNT_PROJECT})
-        INSERT INTO project (id, account, seq, created_at, updated_at,
+        INSERT INTO project (id, account, seq, key, fingerprint, created_at, updated_at,
             {", ".join(SETTABLE)})
-        SELECT :id, name, last_seq, :now, :now, :{", :".join(SETTABLE)} FROM counted
+        SELECT :id, name, last_seq, :key, :fingerprint, :now, :now, :{", :".join(SETTABLE)}
+        FROM counted
+        ON CONFLICT (account, key) DO NOTHING
         RETURNING id, {ETAG}, convert_to({DOCUMENT}, 'UTF8')""",
     )
-    # UPDATE and DELETE test the condition twice. The test on the account sees the Project as it was
-    # when the statement began; if it refuses the change, nothing is locked. The test on the Project
-    # runs under the account's lock, and sees the newest version (READ COMMITTED). An update that
-    # passes the first and fails the second gives the lists a new revision, which does no harm.
-    #
-    # `list_revision` is a parameter, since Citus allows no volatile function in an UPDATE.
     UPDATE = f"""
-        WITH revised AS (
-            UPDATE account SET list_revision = :list_revision
-            WHERE name = :account AND EXISTS (SELECT FROM project
-                WHERE id = :id AND account = :account AND {ETAG_IS_ALLOWED})
-            RETURNING list_revision),
-        changed AS (
+        WITH changed AS (
             UPDATE project
             SET <changes> version = version + 1,
                 updated_at = greatest(updated_at, :now)
-            FROM revised
             WHERE id = :id AND account = :account AND {ETAG_IS_ALLOWED}
             RETURNING project.*)
         -- Not in RETURNING, where Citus takes only what is immutable.
         SELECT id, {ETAG}, convert_to({DOCUMENT}, 'UTF8') FROM changed"""
+    # The condition is tested twice. The test on the account sees the Project as it was when the
+    # statement began; if it refuses the deletion, nothing is locked. The test on the Project runs
+    # under the locks, and sees the newest version (READ COMMITTED).
     DELETE = f"""
         WITH locked AS (
-            SELECT list_revision FROM account
+            SELECT FROM account
             WHERE name = :account AND EXISTS (SELECT FROM project
                 WHERE id = :id AND account = :account AND {ETAG_IS_ALLOWED})
             FOR UPDATE),
@@ -153,13 +149,16 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
             WHERE id = :id AND account = :account AND {ETAG_IS_ALLOWED}
             RETURNING id),
         counted AS (
-            UPDATE account
-            SET project_count = project_count - 1, list_revision = :list_revision
+            UPDATE account SET project_count = project_count - 1
             FROM deleted WHERE name = :account)
         SELECT id FROM deleted"""
 
     deadline: float  # on the clock of time.monotonic()
     is_on_cluster: bool
+
+    def needs_transaction(self, has_key: bool) -> bool:
+        # CREATE counts the Project before it knows whether the key is new.
+        return has_key
 
     @cached_property
     def cursors(self) -> defaultdict[str, psycopg.Cursor[tuple[Any, ...]]]:
@@ -222,11 +221,8 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
                 self.require_coordinator()
                 self.set_timeouts(COMMAND_TIMEOUT)
                 mark = f"COMMENT ON TABLE project IS '{MARK}{migrations.SCHEMA_VERSION}'"
-                try:
-                    self.execute(";".join([*scripts, mark]))
-                except psycopg.errors.DeadlockDetected as error:
-                    reason = "processes of an older release still write"
-                    raise Unavailable(f"{reason}: stop them, and try again") from error
+                for script in [*scripts, mark]:
+                    self.execute(script)
         if scripts:
             self.deadline = time.monotonic() + REQUEST_TIMEOUT  # a request's again
         return int(version)
@@ -263,19 +259,22 @@ class ClusterConnection(PostgreSQLConnection):
     outcome of the COMMIT can be unknown. So every write is in one.
     """
 
-    needs_transaction = True
     # As one statement, it would be a two-phase commit on every node.
     CREATE = (
         COUNT_PROJECT,
         f"""
         -- Citus refuses INSERT INTO ... SELECT without the alias. The account is that of the row
         -- in `account`, so that Citus sees a join by account, which one node can do.
-        INSERT INTO project AS made (id, account, seq, created_at, updated_at,
+        INSERT INTO project AS made (id, account, seq, key, fingerprint, created_at, updated_at,
             {", ".join(SETTABLE)})
-        SELECT :id, name, last_seq, :now, :now, :{", :".join(SETTABLE)}
+        SELECT :id, name, last_seq, :key, :fingerprint, :now, :now, :{", :".join(SETTABLE)}
         FROM account WHERE name = :account
+        ON CONFLICT (account, key) DO NOTHING
         RETURNING id, {ETAG}, convert_to({DOCUMENT}, 'UTF8')""",
     )
+
+    def needs_transaction(self, has_key: bool) -> bool:
+        return True
 
     def commit(self) -> None:
         try:

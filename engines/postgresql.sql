@@ -3,7 +3,6 @@
 
 CREATE TABLE account (
     name          text   PRIMARY KEY,
-    list_revision text   NOT NULL,
     last_seq      bigint NOT NULL DEFAULT 0,
     project_count bigint NOT NULL DEFAULT 0
 );
@@ -26,8 +25,11 @@ CREATE TABLE project (
     version       bigint NOT NULL DEFAULT 1,
     postal_code   text,
     location      text,
+    key           text,
+    fingerprint   bytea,
     PRIMARY KEY (account, seq),
-    UNIQUE (account, id)
+    UNIQUE (account, id),
+    UNIQUE (account, key)
 );
 
 CREATE TABLE part (
@@ -39,13 +41,3 @@ CREATE TABLE part (
     FOREIGN KEY (account, project) REFERENCES project (account, id) ON DELETE CASCADE
 );
 CREATE INDEX part_project ON part (account, project);
-
-CREATE TABLE idempotency_key (
-    account       text   NOT NULL,
-    key           text   NOT NULL,
-    fingerprint   bytea  NOT NULL,
-    project       text   NOT NULL,
-    created_at    bigint NOT NULL,
-    PRIMARY KEY (account, key)
-);
-CREATE INDEX idempotency_key_created_at ON idempotency_key (account, created_at);

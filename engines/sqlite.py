@@ -43,28 +43,28 @@ ETAG_IS_ALLOWED = f"""(:if_match IS NULL
 
 
 class SQLiteConnection(sqlite3.Connection, Connection):
-    # The triggers of sqlite.sql keep the account up to date.
+    # The triggers of sqlite.sql count the Projects of the account.
     GET = f"""
         SELECT id, {ETAG}, CAST({DOCUMENT} AS BLOB)
         FROM project
         WHERE id = :id AND account = :account"""
     # json_group_array keeps the order of the rows of its subquery.
     LIST = f"""
-        SELECT (SELECT list_revision FROM account WHERE name = :account),
-            (SELECT project_count FROM account WHERE name = :account),
+        SELECT (SELECT project_count FROM account WHERE name = :account),
             nullif(max(seq), (SELECT max(seq) FROM project WHERE account = :account)),
             CAST(json_group_array({DOCUMENT}) AS BLOB)
         FROM (SELECT * FROM project WHERE account = :account AND seq > :after
             ORDER BY seq LIMIT :size OFFSET :offset)"""
     CREATE = (
         f"""
-        INSERT INTO project (id, account, seq, created_at, updated_at,
+        INSERT INTO project (id, account, seq, key, fingerprint, created_at, updated_at,
             {", ".join(SETTABLE)})
         SELECT :id, :account,
             coalesce((SELECT last_seq FROM account WHERE name = :account), 0) + 1,
-            :now, :now, :{", :".join(SETTABLE)}
+            :key, :fingerprint, :now, :now, :{", :".join(SETTABLE)}
         WHERE coalesce((SELECT project_count FROM account WHERE name = :account), 0)
             < :limit
+        ON CONFLICT (account, key) DO NOTHING
         RETURNING id, {ETAG}, CAST({DOCUMENT} AS BLOB)""",
     )
     UPDATE = f"""

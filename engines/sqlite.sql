@@ -4,8 +4,6 @@
 
 CREATE TABLE account (                              -- made with its first Project
     name          TEXT    PRIMARY KEY,
-    list_revision TEXT    NOT NULL,                 -- in the ETags of its lists; random, since
-                                                    -- a restore would repeat a counter
     last_seq      INTEGER NOT NULL DEFAULT 0,       -- the highest project.seq that it ever had
     project_count INTEGER NOT NULL DEFAULT 0        -- its Projects now
 ) STRICT;
@@ -30,8 +28,11 @@ CREATE TABLE project (
     postal_code   TEXT,
     location      TEXT,                             -- JSON, as it is returned: SQLite
                                                     -- prints a REAL with 15 digits
+    key           TEXT,                             -- the Idempotency-Key that came with it
+    fingerprint   BLOB,                             -- SHA-256 of the fields that came with a key
     PRIMARY KEY (account, seq),
-    UNIQUE (account, id)
+    UNIQUE (account, id),
+    UNIQUE (account, key)
 ) STRICT, WITHOUT ROWID;  -- kept in the order of its key, so a list is one range of it
 
 CREATE TABLE part (                                 -- a region, zone, parcel or controller:
@@ -45,29 +46,11 @@ CREATE TABLE part (                                 -- a region, zone, parcel or
 -- Without it, deleting a Project would scan all parts of the account.
 CREATE INDEX part_project ON part (account, project);
 
-CREATE TABLE idempotency_key (                      -- stays when its Project is deleted
-    account       TEXT    NOT NULL,
-    key           TEXT    NOT NULL,
-    fingerprint   BLOB    NOT NULL,                 -- SHA-256 of the fields that came with it
-    project       TEXT    NOT NULL,
-    created_at    INTEGER NOT NULL,
-    PRIMARY KEY (account, key)
-) STRICT, WITHOUT ROWID;
--- To find the oldest keys, which are deleted.
-CREATE INDEX idempotency_key_created_at ON idempotency_key (account, created_at);
-
--- These keep `account` up to date, in the transaction of the change. In SQLite, one statement
--- cannot change two tables.
+-- These count in the transaction of the change: in SQLite, one statement cannot change two tables.
 CREATE TRIGGER project_insert AFTER INSERT ON project BEGIN
-    INSERT INTO account (name, list_revision, last_seq, project_count)
-    VALUES (new.account, hex(randomblob(8)), new.seq, 1)
-    ON CONFLICT (name) DO UPDATE SET list_revision = excluded.list_revision,
-        last_seq = new.seq, project_count = project_count + 1;
-END;
-CREATE TRIGGER project_update AFTER UPDATE ON project BEGIN
-    UPDATE account SET list_revision = hex(randomblob(8)) WHERE name = new.account;
+    INSERT INTO account (name, last_seq, project_count) VALUES (new.account, new.seq, 1)
+    ON CONFLICT (name) DO UPDATE SET last_seq = new.seq, project_count = project_count + 1;
 END;
 CREATE TRIGGER project_delete AFTER DELETE ON project BEGIN
-    UPDATE account SET list_revision = hex(randomblob(8)), project_count = project_count - 1
-    WHERE name = old.account;
+    UPDATE account SET project_count = project_count - 1 WHERE name = old.account;
 END;

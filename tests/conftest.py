@@ -87,7 +87,8 @@ def foreign_lock(plain_sql):
             plain_sql.execute("BEGIN IMMEDIATE")
         else:
             plain_sql.execute("BEGIN")
-            plain_sql.execute("SELECT * FROM account FOR UPDATE")
+            plain_sql.execute("SELECT FROM account FOR UPDATE")
+            plain_sql.execute("SELECT FROM project FOR UPDATE")
         try:
             yield
         finally:

@@ -1,30 +1,47 @@
-"""Schema versions: an older database is brought up to date, others are refused and left alone."""
+"""Schema versions: an older database is migrated, others are refused and left alone."""
 
-import json
-import time
+import re
+import sqlite3
+import subprocess
 from contextlib import closing
 
 import pytest
 
+from engines import migrations
 from engines.base import Unavailable
-from engines.migrations import OLDEST, SCHEMA_VERSION
-from helpers.old_schemas import create_old_schema, mark_as
-from helpers.running import LIMIT, POINT, at_once, store_on
+from engines.migrations import SCHEMA_VERSION
+from helpers.later_release import SLOW_ON_POSTGRESQL, copy_later_release
+from helpers.running import BIN, ROOT, at_once, environment_of, run, store_on, wait_for
 from helpers.stores import is_sqlite, plain_sql_on
-from store import KeyReused
 
 
-@pytest.fixture(params=range(OLDEST, SCHEMA_VERSION), ids="version-{}".format)
-def older(request, plain_sql):
-    """The database as a release with an older schema version left it."""
-    create_old_schema(plain_sql, request.param)
+@pytest.fixture
+def later(database, tmp_path):
+    """Runs a command of the later release, with these arguments."""
+    folder = copy_later_release(tmp_path / "later")
+
+    def later(*arguments, database=database, status=0):
+        command, environment = [BIN / "flask", *arguments], environment_of(database)
+        return run(*command, folder=folder, environment=environment, status=status)
+
+    return later
+
+
+@pytest.fixture
+def older(store, plain_sql):
+    """The database of this release, with something in each table."""
+    id = store.create_project("ann", {"name": "Park"}, "key").id
+    store.delete_project("ann", store.create_project("ann", {}).id)
+    store.create_project("bob é", {"name": "Grüße 😀"})
+    store.add_token("ann", b"1", days=1)
+    plain_sql.execute(f"INSERT INTO part VALUES ('p', '{id}', 'zone', 'ann')")
+    store.close()
     return plain_sql
 
 
-def projects(plain_sql):
-    columns = "id, account, seq, name, created_at, updated_at, version, postal_code, location"
-    rows = plain_sql.execute(f"SELECT {columns} FROM project ORDER BY account, seq")
-    return rows.fetchall()
+def contents(plain_sql):
+    tables = "account", "token", "project", "part"
+    return [plain_sql.execute(f"SELECT * FROM {each} ORDER BY 1").fetchall() for each in tables]
 
 
 SQLITE_STRUCTURE = """
@@ -65,84 +82,76 @@ def structure(plain_sql):
     return set(plain_sql.execute(select).fetchall())
 
 
-def test_older_database_is_brought_up_to_date(older, open_store):
-    before = projects(older)
-    accounts = older.execute("SELECT * FROM account").fetchall()
-    revisions = {name: revision for name, revision, *_ in accounts}
-    store = open_store(clock=lambda: 1.5)
-    assert projects(older) == before
-    counters = """SELECT name, list_revision, last_seq, project_count
-        FROM account ORDER BY name"""
-    assert older.execute(counters).fetchall() == [
-        ("ann", revisions["ann"], 5, 2),
-        ("bob é", revisions["bob é"], 1, 1),
-    ]
-    assert [tuple(token) for token in store.list_tokens()] == [
-        (3, 1000, None, "ann"),
-        (9, 1000, 2000, "eve"),
-    ]
-    assert [store.find_caller(digest) for digest in (b"\1", b"\2")] == [("ann", 3), ("eve", 9)]
-    part = ("p", "a" * 24, "zone", "ann")
-    assert older.execute("SELECT * FROM part").fetchall() == [part]
-    with pytest.raises(KeyReused):
-        store.create_project("ann", {}, key="kept")
-    [(created_at,)] = older.execute("SELECT created_at FROM idempotency_key").fetchall()
-    assert abs(created_at / 1000 - time.time()) < LIMIT  # the time of the upgrade
-    document = json.loads(store.get_project("ann", "a" * 24).document)
-    fields = {"name": "Park", "postal_code": "94117", "location": POINT, "version": 7}
-    assert document == document | fields
-    made = store.create_project("ann", {}, key="k")
-    last = older.execute("SELECT id FROM project WHERE account = 'ann' AND seq = 6")
-    assert last.fetchall() == [(made.id,)]
-    store.delete_project("ann", "a" * 24)
-    assert older.execute("SELECT * FROM part").fetchall() == []
+def test_older_database_is_migrated_by_the_first_use_and_keeps_what_it_has(older, later):
+    before = contents(older)
+    assert "ann" in later("account", "list").stdout
+    assert contents(older) == before
+    if is_sqlite(older):
+        older.execute("PRAGMA foreign_keys = ON")
+    older.execute("INSERT INTO zone (id, account, project) SELECT 'z', account, id FROM project")
+    older.execute("DELETE FROM project")
+    assert older.execute("SELECT * FROM zone").fetchall() == []
 
 
-def test_database_that_was_brought_up_to_date_is_like_a_new_one(
-    older, open_store, another_database
-):
-    open_store()
-    open_store(another_database)
+def test_migrated_database_is_like_a_new_one(older, later, another_database):
+    later("init-db")
+    later("init-db", database=another_database)
     with closing(plain_sql_on(another_database)) as new:
-        assert structure(older) == structure(new), "change the tables and the migration"
-        assert "part_project" in str(structure(new))  # the index
+        assert structure(older) == structure(new)
+        assert "zone_project" in str(structure(new))  # the index
 
 
-def test_older_database_is_brought_up_to_date_once_by_many(older, open_store):
-    opened = at_once(lambda _: open_store())
-    assert len({store.create_project("ann", {}).id for store in opened}) == 8
-    seq = "SELECT max(seq), count(*) FROM project WHERE account = 'ann'"
-    assert older.execute(seq).fetchall() == [(13, 10)]
+def test_older_database_is_migrated_once_by_many(older, later):
+    before = contents(older)
+    at_once(lambda _: later("init-db"), 4)
+    assert contents(older) == before
 
 
-def test_upgrade_that_fails_changes_nothing(plain_sql, open_store):
-    create_old_schema(plain_sql, 3)
-    plain_sql.execute("ALTER TABLE account ADD COLUMN last_seq text")
-    before = structure(plain_sql)
+def test_migration_that_fails_changes_nothing(older, later):
+    older.execute("CREATE TABLE zone_ (id text)")
+    older.execute("CREATE INDEX zone_project ON zone_ (id)")
+    before = structure(older), contents(older)
     for _ in range(2):
-        with pytest.raises(Exception, match="last_seq"):
-            open_store()
-    assert structure(plain_sql) == before
+        assert "zone_project" in later("init-db", status=1).stderr
+    assert (structure(older), contents(older)) == before
 
 
-def test_upgrade_refuses_a_part_whose_project_is_missing(plain_sql, open_store):
-    create_old_schema(plain_sql, 3)
-    if is_sqlite(plain_sql):
-        plain_sql.execute("PRAGMA foreign_keys = OFF")
-    else:
-        plain_sql.execute("ALTER TABLE part DROP CONSTRAINT part_project_fkey")
-    plain_sql.execute("INSERT INTO part (id, project, kind) VALUES ('q', 'x', 'zone')")
-    with pytest.raises(Exception, match="part.*(account|fkey)|account.*part"):
-        open_store()
-    parts = plain_sql.execute("SELECT id FROM part ORDER BY id").fetchall()
-    assert parts == [("p",), ("q",)]
+def test_migration_that_is_killed_changes_nothing_and_is_made_again(
+    older, database, tmp_path, later
+):
+    backend = f"FROM pg_stat_activity WHERE query = '{SLOW_ON_POSTGRESQL}'"
+
+    def is_under_way():
+        if not is_sqlite(older):
+            return older.execute(f"SELECT pid {backend}").fetchall()
+        try:
+            older.executescript("PRAGMA busy_timeout = 0; BEGIN IMMEDIATE; ROLLBACK")
+        except sqlite3.OperationalError:
+            return True
+
+    before = structure(older), contents(older)
+    slow = copy_later_release(tmp_path / "slow", is_slow=True)
+    process = subprocess.Popen(
+        [BIN / "flask", "init-db"],
+        cwd=slow,
+        env=environment_of(database),
+        stderr=subprocess.DEVNULL,
+    )
+    with process:
+        wait_for(is_under_way)
+        process.kill()
+    if not is_sqlite(older):  # the server goes on with the statement
+        older.execute(f"SELECT pg_terminate_backend(pid, 60000) {backend}")
+    assert (structure(older), contents(older)) == before
+    later("init-db")
+    assert "zone_project" in str(structure(older))
 
 
 NEWER = SCHEMA_VERSION + 1
 REFUSED = {
-    2: "made before release 2.0.0; start release 2.1.0 on it first",
+    SCHEMA_VERSION - 1: "made before release 1.0.0",
     NEWER: "made by a newer release",
-    "theirs": "made by another program",
+    "theirs": "made by another program, or copied by one that dropped its mark",
 }
 
 
@@ -151,19 +160,19 @@ def test_database_that_this_release_cannot_use_is_refused_and_left_alone(
     open_store, database, plain_sql, version, reason
 ):
     open_store().create_project("ann", {})
-    if version != "theirs":
-        mark_as(plain_sql, version)
-    elif is_sqlite(plain_sql):
-        plain_sql.execute("PRAGMA application_id = 1")
+    if is_sqlite(plain_sql):
+        mark = "application_id = 1" if version == "theirs" else f"user_version = {version}"
+        plain_sql.execute(f"PRAGMA {mark}")
     else:
-        plain_sql.execute("COMMENT ON TABLE project IS 'layout 4'")
-    before = structure(plain_sql), projects(plain_sql)
+        mark = f"Gardening Project Service, worded otherwise, {version}"
+        plain_sql.execute(f"COMMENT ON TABLE project IS '{mark}'")
+    before = structure(plain_sql), contents(plain_sql)
     store = store_on(database)
     for _ in range(2):  # as if the first refusal had prepared it
         with pytest.raises(Unavailable, match=f"^the database was {reason}") as refusal:
             store.create_project("ann", {})
         assert "\n" not in str(refusal.value)
-    assert (structure(plain_sql), projects(plain_sql)) == before
+    assert (structure(plain_sql), contents(plain_sql)) == before
 
 
 def test_database_with_foreign_tables_is_left_alone(open_store, plain_sql):
@@ -176,3 +185,25 @@ def test_database_with_foreign_tables_is_left_alone(open_store, plain_sql):
     with pytest.raises(Unavailable, match="made by another program"):
         open_store()
     assert plain_sql.execute(count).fetchall() == [(1,)]
+
+
+# The half of PostgreSQL, for those who have no server
+
+
+def test_both_engines_have_the_same_versions():
+    later = set(range(migrations.OLDEST + 1, SCHEMA_VERSION + 1))
+    assert set(migrations.SQLITE) == set(migrations.POSTGRESQL) == later
+
+
+def columns_in(file):
+    """The columns of each table."""
+    tables = re.findall(
+        r"CREATE TABLE (\w+) \((.*?)^\)", (ROOT / file).read_text(), re.DOTALL | re.MULTILINE
+    )
+    return {name: re.findall(r"(?m)^    ([a-z_]+) ", body) for name, body in tables}
+
+
+def test_both_engines_have_the_same_tables_and_columns():
+    tables = columns_in("engines/sqlite.sql")
+    assert tables == columns_in("engines/postgresql.sql")
+    assert tables["token"] == ["id", "account", "digest", "created_at", "expires_at"]

@@ -11,7 +11,7 @@ import schemas
 from helpers.openapi import API, FILE, HELLO, resolve, validator
 from helpers.running import PROJECTS, ROOT
 from reading import MAX_BODY
-from store import DAY, KEY_LIFETIME, MAX_PROJECTS
+from store import MAX_PROJECTS
 
 # What is described of hello-service, which takes any method: more would only bloat the generated
 # clients.
@@ -90,11 +90,8 @@ def test_pages_state_the_limits_of_the_code():
     ):
         assert stated in page
     assert body in API["components"]["responses"]["TooLarge"]["description"]
-    full = API["components"]["responses"]["SpentOrFull"]
+    full = API["components"]["responses"]["AccountFull"]
     assert f"{MAX_PROJECTS:,} unless the operator" in full["description"]
-    assert KEY_LIFETIME == 7 * DAY
-    key = API["components"]["parameters"]["IdempotencyKey"]
-    assert "remembered for at least seven days" in key["description"]
     listed = API["components"]["schemas"]["ProjectPage"]["properties"]["size"]
     assert listed["maximum"] == schemas.MAX_SIZE
 

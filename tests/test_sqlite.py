@@ -309,7 +309,7 @@ def test_writer_that_did_not_have_to_wait_lets_the_next_one_try(
 def test_lock_that_stops_readers_is_waited_for_once(store, park, plain_sql):
     plain_sql.execute("PRAGMA locking_mode = EXCLUSIVE")
     store.close()  # or the other program could not have it alone
-    plain_sql.execute("UPDATE account SET list_revision = 'r'")
+    plain_sql.execute("UPDATE account SET last_seq = 1")
     for at_least, reason in [(1, "database is locked"), (0, REFUSED_BY_BREAKER)]:
         with lasts(at_least, at_least + 1), fails(Unavailable, reason):
             store.get_project("ann", park.id)

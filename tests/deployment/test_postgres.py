@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
@@ -18,7 +19,7 @@ from deployment.servers.pgserver import BINARIES, WAITS, backends, execute, sile
 from engines.backup import backup, restore
 from engines.base import REQUEST_TIMEOUT, Acquisition, OutcomeUnknown, Unavailable
 from engines.postgres import PostgreSQL
-from helpers.old_schemas import create_old_schema
+from helpers.later_release import copy_later_release
 from helpers.running import (
     BIN,
     LIMIT,
@@ -159,7 +160,7 @@ def test_write_whose_process_is_killed_is_in_doubt_but_not_before_its_commit(
         psycopg.connect(database) as other,
         ThreadPoolExecutor() as pool,
     ):
-        other.execute("SELECT FROM account FOR UPDATE")
+        other.execute("SELECT FROM account, project FOR UPDATE")
         write = pool.submit(store.update_project, "ann", id, {"name": "x"})
         keyed = pool.submit(store.create_project, "ann", {}, "key")  # a transaction
         wait_for(lambda: len(backends(database, WAITS)) == 2)
@@ -195,17 +196,28 @@ def test_stopped_server_holds_nobody_up(database, pgserver, open_store):
             assert retry_while_unavailable(store.get_project, "ann", id).id == id
 
 
+FIRST_USE = """
+import sys
+from engines.postgres import PostgreSQL
+from store import Store
+Store(PostgreSQL(sys.argv[1])).find_caller(b"")
+"""
+
+
 @pytest.mark.parametrize("table", ["pg_extension", "token"])
-def test_first_use_of_a_server_that_falls_silent_is_given_up(database, pgserver, plain_sql, table):
-    """Before an upgrade, or after it, which may take longer than a request."""
-    create_old_schema(plain_sql)
+def test_first_use_of_a_server_that_falls_silent_is_given_up(
+    database, pgserver, store, tmp_path, table
+):
+    """Before a migration, or after it, which may take longer than a request."""
+    folder = copy_later_release(tmp_path / "later")
+    command = [sys.executable, "-c", FIRST_USE, database]
     with psycopg.connect(database) as other, ThreadPoolExecutor() as pool:
         other.execute(f"LOCK TABLE {table}")
-        with lasts(4):
-            first_use = pool.submit(store_on(database).list_tokens)
+        with lasts(4, 10):  # a process has to start as well
+            first_use = pool.submit(run, *command, folder=folder, status=1)
             waiting(database)
-            with silence(pgserver, database), fails(Unavailable, "no response"):
-                first_use.result(LIMIT)
+            with silence(pgserver, database):
+                assert "Unavailable: no response" in first_use.result(LIMIT).stderr
 
 
 def test_connection_may_be_used_long_after_it_was_opened(database, store):
@@ -251,34 +263,48 @@ def test_connections_keep_themselves_alive(database, query, idle):
         assert options["keepalives_interval"] == "10"
 
 
-def test_command_may_take_longer_than_a_request(database, open_store, plain_sql, tmp_path):
-    @contextmanager
-    def account_locked():
-        """By another program, for longer than a request waits."""
-        with psycopg.connect(database) as other:
-            other.execute("LOCK TABLE account")
-            yield
-            time.sleep(REQUEST_TIMEOUT)
+@contextmanager
+def tables_locked(database):
+    """By another program, for longer than a request waits."""
+    with psycopg.connect(database) as other:
+        other.execute("LOCK TABLE account, project, token")
+        yield
+        time.sleep(REQUEST_TIMEOUT)
 
-    create_old_schema(plain_sql)
-    file = str(tmp_path / "backup.db")
-    store = result_after_unlock(account_locked(), database, open_store)
-    accounts = store.list_accounts()
-    assert len(accounts) == 3
-    result_after_unlock(account_locked(), database, lambda: backup(store.engine, file))
-    for account in accounts:
-        store.delete_account(account.name)
-    result_after_unlock(account_locked(), database, lambda: restore(store.engine, file))
+
+def test_command_may_take_longer_than_a_request(database, store, tmp_path):
+    for account in ("ann", "bob"):
+        store.create_project(account, {})
+    accounts, file = store.list_accounts(), str(tmp_path / "backup.db")
+    for command in (
+        store.list_accounts,
+        store.list_tokens,
+        lambda: store.find_account("ann"),
+        lambda: backup(store.engine, file),
+        lambda: [store.delete_account(account.name) for account in accounts],
+        lambda: restore(store.engine, file),
+    ):
+        result_after_unlock(tables_locked(database), database, command)
     assert store.list_accounts() == accounts
+
+
+def test_migration_may_take_longer_than_a_request(database, store, tmp_path):
+    command = [BIN / "flask", "init-db"]
+    folder = copy_later_release(tmp_path / "later")
+    environment = environment_of(database)
+    result_after_unlock(
+        tables_locked(database),
+        database,
+        lambda: run(*command, folder=folder, environment=environment),
+    )
 
 
 def late(database, statements, work, *arguments):
     """What the work returns or raises that these statements have come before."""
     with psycopg.connect(database) as other, ThreadPoolExecutor() as pool:
-        other.execute("SELECT FROM account FOR UPDATE")
+        other.execute(statements)
         future = pool.submit(work, *arguments)
         waiting(database)
-        other.execute(statements)
         other.commit()
         return future.result(LIMIT)
 
@@ -292,7 +318,12 @@ def test_change_that_comes_late_finds_what_is_there_by_then(database, store):
         same = Precondition([store.get_project("ann", id).etag])
         with pytest.raises(Stale):
             late(database, "UPDATE project SET version = version + 1", change, same)
-    with pytest.raises(NotFound):  # nobody named an ETag, so it cannot be stale
+    for change in store.update_project, store.delete_project:
+        # Nobody named an ETag, so it cannot be stale.
+        arguments = ["ann", id, {}] if change == store.update_project else ["ann", id]
+        late(database, "UPDATE project SET version = version + 1", change, *arguments)
+    id = store.create_project("ann", {}).id
+    with pytest.raises(NotFound):
         late(database, "DELETE FROM project", store.update_project, "ann", id, {})
 
 
@@ -303,7 +334,7 @@ def test_deletion_of_an_account_takes_along_what_is_being_made(database, store, 
     for _ in range(others):
         store.create_project("ann", {})
     with psycopg.connect(database) as other, ThreadPoolExecutor() as pool:
-        other.execute("""INSERT INTO account VALUES ('ann', 'r', 2, 2)
+        other.execute("""INSERT INTO account VALUES ('ann', 2, 2)
             ON CONFLICT (name) DO UPDATE SET last_seq = 2;
             INSERT INTO project (id, account, seq, created_at, updated_at)
             VALUES ('new', 'ann', 2, 0, 0)""")
@@ -313,18 +344,6 @@ def test_deletion_of_an_account_takes_along_what_is_being_made(database, store, 
         deletion.result(LIMIT)
     assert store.list_accounts() == []
     assert execute(database, "SELECT id FROM project") == []
-
-
-def test_upgrade_that_meets_an_older_release_says_to_stop_it(database, open_store, plain_sql):
-    create_old_schema(plain_sql)
-    # Whoever waits for this long first ends the deadlock: the upgrade, however slow the machine.
-    name = database.rpartition("/")[2]
-    execute(database, f"ALTER DATABASE {name} SET deadlock_timeout = '3s'")
-    update = "SET deadlock_timeout = '60s'; UPDATE project SET version = version + 1"
-    reason = "^processes of an older release still write: stop them"
-    with fails(Unavailable, reason):
-        late(database, update, open_store)
-    assert len(open_store().list_accounts()) == 3
 
 
 def test_etag_that_postgresql_cannot_read_matches_nothing(database, store):
@@ -392,23 +411,24 @@ def test_state_of_an_error_decides_whether_it_is_an_outage(database, store, stat
     store.update_project("ann", id, {})
 
 
-LOCKS = {  # and whether bob can write, and ann can read
-    "row": ("SELECT FROM account WHERE name = 'ann' FOR UPDATE", True, True),
-    "project": ("SELECT FROM project WHERE account = 'ann' FOR UPDATE", True, True),
-    "table": ("LOCK TABLE project", False, False),
+LOCKS = {  # and whether a POST, a PUT and a GET of ann are made, and a PUT of bob
+    "account": ("SELECT FROM account WHERE name = 'ann' FOR UPDATE", [False, True, True, True]),
+    "project": ("SELECT FROM project WHERE account = 'ann' FOR UPDATE", [True, False, True, True]),
+    "table": ("LOCK TABLE project", [False, False, False, False]),
 }
 
 
 @pytest.mark.parametrize("lock", LOCKS)
 def test_lock_is_waited_for_by_each_and_not_for_long(database, store, lock):
-    """A writer may wait twice: for the tuple, then for the row."""
-    statement, bob_writes, ann_reads = LOCKS[lock]
+    """A writer may wait twice: for the tuple, then for the row. An update locks no account."""
+    statement, expected = LOCKS[lock]
     ann, bob = (store.create_project(account, {}).id for account in ("ann", "bob"))
 
     works = [
+        lambda: store.create_project("ann", {}),
         lambda: store.update_project("ann", ann, {}),
-        lambda: store.update_project("bob", bob, {}),
         lambda: store.get_project("ann", ann),
+        lambda: store.update_project("bob", bob, {}),
     ]
 
     def try_out(number):
@@ -417,13 +437,13 @@ def test_lock_is_waited_for_by_each_and_not_for_long(database, store, lock):
     with psycopg.connect(database) as other:
         other.execute(statement)
         with lasts(1, 3):
-            found = at_once(try_out, 3, Unavailable)
+            found = at_once(try_out, 4, Unavailable)
     refusals = [each for each in found if isinstance(each, Unavailable)]
     made = [each not in refusals for each in found]
-    assert made == [False, bob_writes, ann_reads]
+    assert made == expected
     for each in refusals:
         assert type(each) is Unavailable and "lock timeout" in str(each)
-    assert at_once(try_out, 3)[0]  # nobody is refused for what others met
+    assert at_once(try_out, 4)[0]  # nobody is refused for what others met
 
 
 def test_silent_host_is_passed_over(database, store):

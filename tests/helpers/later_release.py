@@ -1,0 +1,50 @@
+"""A made-up later release, whose schema has one more table, with an index.
+
+Its migrations show what CONTRIBUTING.md says of a new table.
+"""
+
+from engines.migrations import SCHEMA_VERSION
+from helpers.running import replaced
+from helpers.testservice import copy_service
+
+TABLE = """CREATE TABLE zone (
+    id text NOT NULL, account text NOT NULL, project text NOT NULL, PRIMARY KEY (account, id)"""
+REFERENCE = "FOREIGN KEY (account, project) REFERENCES project (account, id) ON DELETE CASCADE"
+INDEX = "CREATE INDEX zone_project ON zone (account, project)"
+SQLITE = [f"{TABLE}, {REFERENCE}) STRICT", INDEX]
+POSTGRESQL = [
+    f"{TABLE})",
+    # Citus wants the table to be distributed before it gets the foreign key.
+    """DO $$ BEGIN
+        IF to_regclass('pg_dist_partition') IS NOT NULL THEN
+            PERFORM create_distributed_table('zone', 'account', colocate_with => 'account')
+            FROM pg_dist_partition WHERE logicalrelid = 'account'::regclass;
+        END IF;
+    END $$""",
+    f"ALTER TABLE zone ADD {REFERENCE}",
+    INDEX,
+]
+# What goes on for longer than any test, within the migration.
+SLOW_ON_SQLITE = """WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)
+    SELECT count(*) FROM n"""
+SLOW_ON_POSTGRESQL = "SELECT pg_sleep(1000)"
+
+
+def copy_later_release(folder, *, is_slow=False):
+    """A copy of the service in this new folder, with the next schema version."""
+    folder.mkdir()
+    copy_service(folder)
+    migrations = folder / "engines/migrations.py"
+    later = SCHEMA_VERSION + 1
+    on_sqlite = SQLITE + [SLOW_ON_SQLITE] * is_slow
+    on_postgresql = POSTGRESQL + [SLOW_ON_POSTGRESQL] * is_slow
+    changes = {
+        f"SCHEMA_VERSION = {SCHEMA_VERSION}": f"SCHEMA_VERSION = {later}",
+        "SQLITE: Migrations = {}": f"SQLITE: Migrations = {{{later}: {on_sqlite!r}}}",
+        "POSTGRESQL: Migrations = {}": f"POSTGRESQL: Migrations = {{{later}: {on_postgresql!r}}}",
+    }
+    migrations.write_text(replaced(migrations.read_text(), changes))
+    for name, statements in {"sqlite.sql": SQLITE, "postgresql.sql": POSTGRESQL}.items():
+        with open(folder / "engines" / name, "a") as file:
+            file.writelines(f"{statement};\n" for statement in statements)
+    return folder
