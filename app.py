@@ -163,3 +163,9 @@ def link_to_next(page: Page, after: int) -> str:
     """The value of the header Link (RFC 8288), relative like Location."""
     number = min(page.number + 1, MAX_PAGE)
     return f'<?page={number}&size={page.size}&after={after}>; rel="next"'
+
+
+if __name__ == "__main__":
+    # As `python -m app`: `python app.py` has no spec, and Flask would look elsewhere for `instance`.
+    # Nothing imports this module again: it would have a second copy.
+    commands.main(create_app)

@@ -1,12 +1,12 @@
 """The commands of `flask`, and what `flask run` says at its start."""
 
-import errno
-import os
 import shlex
+import signal
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
-from io import TextIOWrapper
-from typing import Any, TextIO
+from functools import wraps
+from typing import Any
 
 import click
 from flask import Flask
@@ -15,7 +15,8 @@ from werkzeug.serving import is_running_from_reloader
 
 from auth import BadName, account_name, current_store, issue_token
 from engines.backup import BadBackup, backup, restore
-from engines.base import OutcomeUnknown, Unavailable
+from engines.engine import Engine
+from engines.errors import OutcomeUnknown, Unavailable
 from store import Store
 
 MAX_DAYS = 1_000_000  # 2,700 years; Python's dates end with the year 9999
@@ -29,9 +30,6 @@ class Command(click.Command):
     """Says in one line, without a traceback, what went wrong as it ran."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        if isinstance(sys.stdout, TextIOWrapper):  # None if it was closed
-            # In a Latin-1 locale, an account's name may need more.
-            sys.stdout.reconfigure(errors="backslashreplace")
         try:
             return super().invoke(ctx)
         except OutcomeUnknown as error:
@@ -39,12 +37,6 @@ class Command(click.Command):
             raise click.ClickException(f"{error}; {hint}") from error
         except (BadName, BadBackup, Unavailable) as error:
             raise click.ClickException(str(error)) from error
-        except OSError as error:  # the store raises Unavailable
-            if error.errno == errno.EPIPE:
-                raise  # of a reader such as `head`; click exits in silence
-            discard(sys.stdout)
-            reason = f"cannot write to standard output: {error.strerror}"
-            raise click.ClickException(reason) from error
 
 
 class Group(Command, AppGroup):
@@ -60,17 +52,13 @@ token_commands = Group("token", help="Issue, list and revoke access tokens.")
 @click.option("--days", type=click.IntRange(1, MAX_DAYS), help="Default: no expiry.")
 def create_token(account: str, days: int | None) -> None:
     """Print a new token for ACCOUNT; it cannot be shown again."""
-    if sys.stdout is None:
-        raise click.ClickException("standard output is closed")
     store, account = current_store(), account_name(account)
-    store.engine.open_database()
-    report_new(store)
     is_new = store.find_account(account) is None
     token, id = issue_token(store, account, days)
     # First, so that a token that cannot be printed can be revoked.
-    report(f"The token's ID is {id}.")
+    click.echo(f"The token's ID is {id}.", err=True)
     if is_new:
-        report(f"{account} is a new account.")
+        click.echo(f"{account} is a new account.", err=True)
     click.echo(token)
 
 
@@ -78,7 +66,8 @@ def create_token(account: str, days: int | None) -> None:
 def list_tokens() -> None:
     """Show the ID, times and account of every token."""
     tokens = current_store().list_tokens()
-    line = "{:>4}  {:16}  {:16}  {}"
+    width = max([4, *(len(str(token.id)) for token in tokens)])
+    line = f"{{:>{width}}}  {{:16}}  {{:16}}  {{}}"
     click.echo(line.format("ID", "CREATED (UTC)", "EXPIRES (UTC)", "ACCOUNT"))
     for id, created_at, expires_at, account in tokens:
         click.echo(line.format(id, utc(created_at), utc(expires_at), account))
@@ -138,8 +127,6 @@ def delete_account(account: str, yes: bool) -> None:
         raise click.ClickException(f"There is no account {name}.")
     if not yes:
         _, projects, tokens, _ = found
-        if sys.stdin is None:  # it was closed
-            raise click.Abort
         numbers = f"Projects ({projects}) and tokens ({tokens})"
         click.confirm(f"Delete the account {name} with its {numbers}?", abort=True)
     store.delete_account(name)
@@ -149,42 +136,46 @@ def delete_account(account: str, yes: bool) -> None:
 @with_appcontext
 def create_database() -> None:
     """Create the database unless there is one, and bring it up to date."""
-    store = current_store()
-    store.engine.open_database(creates=True)
-    report_new(store)
+    engine = current_store().engine
+    report_if_new(engine, engine.open_database(creates=True))
 
 
 @click.command("open-db", cls=Command, hidden=True)
 @with_appcontext
 def open_database() -> None:
-    """Bring the database up to date, and create only the default one: for gunicorn."""
-    store = current_store()
-    store.engine.open_database()
-    report_new(store)
+    """Bring the database up to date: for gunicorn."""
+    current_store().engine.open_database()
 
 
-def report_new(store: Store) -> None:
+def report_if_new(engine: Engine, is_new: bool) -> None:
     """Say that a database was created: it may be a lost one's place, or a mistyped path."""
-    if store.engine.was_created:
-        report(f"A new database: {store.engine.name}")
+    if is_new:
+        click.echo(f"A new database: {engine.name}", err=True)
 
 
-def report(line: str) -> None:
-    """Print a line to standard error. If nobody can read it, the command goes on."""
-    try:
-        click.echo(line, err=True)
-    except OSError:
-        discard(sys.stderr)
+def ended_like_ctrl_c(command: Callable[[str], None]) -> Callable[[str], None]:
+    """Let SIGTERM and SIGHUP end the command as Ctrl-C does: it removes what it has begun."""
 
+    @wraps(command)
+    def guarded(file: str) -> None:
+        numbers = [signal.SIGTERM, signal.SIGHUP]
+        # Another one has been chosen, by nohup for example.
+        numbers = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
+        for number in numbers:
+            signal.signal(number, signal.default_int_handler)
+        try:
+            command(file)
+        finally:
+            for number in numbers:
+                signal.signal(number, signal.SIG_DFL)
 
-def discard(stream: TextIO) -> None:
-    """Drop what its device refused, which Python would write again as it exits."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return guarded
 
 
 @click.command("backup", cls=Command)
 @click.argument("file", type=click.Path())
 @with_appcontext
+@ended_like_ctrl_c
 def write_backup(file: str) -> None:
     """Write a copy of the database to FILE, a new SQLite file, while the service runs."""
     backup(current_store().engine, file)
@@ -193,15 +184,13 @@ def write_backup(file: str) -> None:
 @click.command("restore", cls=Command)
 @click.argument("file", type=click.Path())
 @with_appcontext
+@ended_like_ctrl_c
 def restore_backup(file: str) -> None:
     """Fill an empty database with the copy that `backup` wrote to FILE."""
-    store = current_store()
-    restore(store.engine, file)
-    report_new(store)
-    accounts = store.list_accounts()
-    projects = sum(account.projects for account in accounts)
-    tokens = sum(account.tokens for account in accounts)
-    click.echo(f"Restored: accounts {len(accounts)}, Projects {projects}, tokens {tokens}.")
+    engine = current_store().engine
+    is_new, accounts, projects, tokens = restore(engine, file)
+    report_if_new(engine, is_new)
+    click.echo(f"Restored: accounts {accounts}, Projects {projects}, tokens {tokens}.")
 
 
 def add_to(app: Flask) -> None:
@@ -217,18 +206,18 @@ def add_to(app: Flask) -> None:
 def welcome(app: Flask, host: str, port: int, cert: object, **_: object) -> None:
     """On `flask run`, create the database, and say what to do next, or what is wrong."""
     store: Store = app.extensions["store"]
+    engine = store.engine
     try:
-        store.engine.open_database(creates=True)
-        report_new(store)
+        report_if_new(engine, engine.open_database(creates=True))
         has_tokens = bool(store.list_tokens())
     except Unavailable as error:
         raise click.ClickException(str(error)) from error
     if not has_tokens:
         setting, place = "", "in this folder"
-        if store.engine.folder is None:  # a URL, which may have a password
+        if engine.folder is None:  # a URL, which may have a password
             place += " and with the same FLASK_DATABASE"
-        elif not store.engine.is_default:
-            setting = f"FLASK_DATABASE={shlex.quote(store.engine.name)} "
+        elif app.config["DATABASE"]:
+            setting = f"FLASK_DATABASE={shlex.quote(engine.name)} "
         click.echo(f"No access token yet. In another terminal, {place}, run:")
         python = shlex.quote(sys.executable)
         click.echo(f"    {setting}{python} -m flask token create ACCOUNT")
@@ -240,10 +229,8 @@ def welcome(app: Flask, host: str, port: int, cert: object, **_: object) -> None
         click.echo(f"    {scheme}://{address}{page}")
 
 
-def main() -> None:
+def main(create_app: Callable[[], Flask]) -> None:
     """`gardening`, the program on a server: the commands of this module alone."""
-    from app import create_app  # which imports this module
-
     group = FlaskGroup(add_default_commands=False, create_app=create_app, add_version_option=False)
     group.params.clear()  # --app and others of Flask
     group.main(prog_name="gardening")

@@ -10,7 +10,7 @@ from flask import Flask, Response, current_app
 from marshmallow import ValidationError
 from werkzeug.exceptions import HTTPException
 
-from engines.base import OutcomeUnknown, Unavailable
+from engines.errors import OutcomeUnknown, Unavailable
 from store import AccountFull, KeyReused, NotFound, Stale
 
 RETRY_AFTER = 5  # seconds; deploy/nginx.conf says the same

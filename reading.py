@@ -13,7 +13,7 @@ from werkzeug import exceptions as http
 from werkzeug.datastructures import ETags
 
 import schemas
-from engines.base import Precondition
+from engines.connection import Precondition
 from store import Page
 
 MAX_BODY = 64 * 1024  # bytes; the longest texts, all of them escaped, take 13 KB
@@ -74,13 +74,12 @@ def read_json() -> Any:
             parse_constant=reject_constant,
             object_pairs_hook=reject_duplicates,
         )
+    except UnicodeDecodeError:
+        reason = "it is not UTF-8"
     except json.JSONDecodeError as error:
-        reason = f"see line {error.lineno}, column {error.colno}"
+        reason = f"see line {error.lineno}, column {error.colno}" if body else "it is empty"
     except (ValueError, RecursionError):
-        reason = (
-            "it is not UTF-8, is nested too deeply, "
-            "or holds NaN, an infinity or too long an integer"
-        )
+        reason = "it is nested too deeply, or holds NaN, an infinity or too long an integer"
     raise http.BadRequest(f"The body is not JSON: {reason}.")
 
 

@@ -11,15 +11,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from engines.base import (
-    COMMAND_TIMEOUT,
-    Acquisition,
-    Columns,
-    Engine,
-    Precondition,
-    Project,
-    Unavailable,
-)
+from engines.connection import Columns, Precondition, Project
+from engines.engine import COMMAND_TIMEOUT, Acquisition, Engine
+from engines.errors import Unavailable
 from engines.fields import JSON, SETTABLE
 
 
@@ -85,7 +79,7 @@ ATTEMPTS = 2
 class Store:
     """The rules, for any engine.
 
-    Any method may raise engines.base.Unavailable, and one that writes may raise OutcomeUnknown.
+    Any method may raise engines.errors.Unavailable, and one that writes may raise OutcomeUnknown.
     Each change checks and writes in one statement or transaction, so that no other change comes
     between.
     """
@@ -217,10 +211,9 @@ class Store:
 
     def list_tokens(self) -> list[Token]:
         """Every token, in the order of the ids."""
-        rows = self.engine.read(
-            "SELECT id, created_at, expires_at, account FROM token ORDER BY id", {}
-        )
-        return [Token(*row) for row in rows]
+        select = "SELECT id, created_at, expires_at, account FROM token ORDER BY id"
+        with self.engine.snapshot() as connection:
+            return [Token(*row) for row in connection.fetch(select, {})]
 
     def revoke_token(self, id: int) -> bool:
         """Make a token invalid; False if there is none with this id."""
@@ -236,16 +229,17 @@ class Store:
 
     def find_account(self, name: str) -> Account | None:
         """The account, if `list_accounts` has it."""
-        # Two statements: on a cluster, the second one asks the account's node alone.
-        [(tokens,)] = self.engine.read(
-            "SELECT count(*) FROM token WHERE account = :name", {"name": name}
-        )
-        rows = self.engine.read(
-            """SELECT project_count,
-                (SELECT max(updated_at) FROM project WHERE account = :name)
-            FROM account WHERE name = :name""",
-            {"name": name},
-        )
+        with self.engine.snapshot() as connection:
+            # Two statements: on a cluster, the second one asks the account's node alone.
+            [(tokens,)] = connection.fetch(
+                "SELECT count(*) FROM token WHERE account = :name", {"name": name}
+            )
+            rows = connection.fetch(
+                """SELECT project_count,
+                    (SELECT max(updated_at) FROM project WHERE account = :name)
+                FROM account WHERE name = :name""",
+                {"name": name},
+            )
         if not rows and not tokens:
             return None
         projects, changed_at = rows[0] if rows else (0, None)
@@ -254,8 +248,7 @@ class Store:
     def list_accounts(self) -> list[Account]:
         """Every account, sorted by name."""
         # An account gets its row with its first Project. Until then, only tokens name it.
-        rows = self.engine.read(
-            """SELECT names.name, coalesce(project_count, 0), coalesce(tokens, 0),
+        select = """SELECT names.name, coalesce(project_count, 0), coalesce(tokens, 0),
                 changed_at
             FROM (SELECT name FROM account UNION SELECT account FROM token) AS names
             LEFT JOIN account ON account.name = names.name
@@ -263,10 +256,9 @@ class Store:
                 FROM project GROUP BY account) AS p ON p.account = names.name
             LEFT JOIN (SELECT account, count(*) AS tokens
                 FROM token GROUP BY account) AS t ON t.account = names.name
-            ORDER BY names.name""",
-            {},
-        )
-        return [Account(*row) for row in rows]
+            ORDER BY names.name"""
+        with self.engine.snapshot() as connection:
+            return [Account(*row) for row in connection.fetch(select, {})]
 
     def delete_account(self, name: str) -> None:
         """Delete the account and all that it owns, if there is such an account."""

@@ -1,6 +1,6 @@
 """The databases that can keep the Projects: one SQLite file, or PostgreSQL."""
 
-from engines.base import Engine
+from engines.engine import Engine
 from engines.sqlite import SQLite
 
 
@@ -12,7 +12,7 @@ def engine_on(database: str, default: str) -> Engine:
     if database != database.strip():
         raise ValueError("FLASK_DATABASE must not start or end with whitespace")
     if not database:
-        return SQLite(default, is_default=True)
+        return SQLite(default)
     if database.startswith("postgresql://"):
         try:
             from engines.postgres import PostgreSQL

@@ -4,25 +4,28 @@ import os
 import sqlite3
 import stat
 import sys
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import click
 
-from engines.base import COMMAND_TIMEOUT, Acquisition, Engine, Unavailable
+from engines.connection import Connection
+from engines.engine import COMMAND_TIMEOUT, Engine
+from engines.errors import Unavailable
 from engines.fields import FIELDS
 from engines.files import new_file
 from engines.migrations import EMPTY, incompatibility
-from engines.sqlite import SQLite, inspect
+from engines.sqlite import SQLite, inspect, raise_if_full
 
 # The columns of each table, in the order in which a restore fills them: `project` precedes `part`,
-# which refers to it.
+# which refers to it, and `account`, which is counted last.
 COLUMNS = {
     "token": ("id", "account", "digest", "created_at", "expires_at"),
     "project": (*FIELDS, "account", "seq", "key", "fingerprint"),
     "part": ("id", "project", "kind", "account"),
-    # Last, since SQLite's triggers write it while `project` is filled.
     "account": ("name", "last_seq", "project_count"),
 }
 # A row for each account, with its Projects counted anew. `last_seq` is never lowered: it is higher
@@ -38,8 +41,23 @@ REBUILD_ACCOUNTS = """
         SET last_seq = excluded.last_seq, project_count = excluded.project_count"""
 
 
+# The numbers of accounts, Projects and tokens, as `Store.list_accounts` has them.
+COUNTS = (
+    "SELECT count(*) FROM (SELECT name FROM account UNION SELECT account FROM token) AS names",
+    "SELECT coalesce(sum(project_count), 0) FROM account",
+    "SELECT count(*) FROM token",
+)
+
+
 class BadBackup(Exception):
     """The file cannot be restored, and no row was changed."""
+
+
+class Restored(NamedTuple):
+    is_new: bool  # whether the restore created the database
+    accounts: int
+    projects: int
+    tokens: int
 
 
 def backup(engine: Engine, path: str) -> None:
@@ -47,6 +65,7 @@ def backup(engine: Engine, path: str) -> None:
 
     Raises Unavailable.
     """
+    path = os.path.abspath(path)
     try:
         if isinstance(engine, SQLite):
             with new_file(path) as partial:
@@ -59,28 +78,24 @@ def backup(engine: Engine, path: str) -> None:
         raise Unavailable(f"the copy to {path} failed: {error}") from error
 
 
-def restore(engine: Engine, path: str) -> None:
-    """Fill an empty database with a backup that was made by this release or any since 2.0.0.
+def restore(engine: Engine, path: str) -> Restored:
+    """Fill an empty database with a backup of this release, or of an older one since 1.0.0.
 
     All of its rows, or none. Creates the database if it is missing. After a failure, a missing file
     is still missing, but a new database on PostgreSQL has its tables. Raises BadBackup; and
     Unavailable, also if the database is not empty.
     """
+    path = os.path.abspath(path)
     try:
         with scratch(engine.folder) as folder, closing(SQLite(f"{folder}/copy")) as copy:
             copy_file(path, f"{folder}/copy")
             # Only now, so that a file that is not a backup creates nothing.
-            file = os.path.realpath(engine.name)
-            if engine.folder and not (os.path.exists(file) or os.path.exists(f"{file}-wal")):
+            if file := engine.missing_file():
                 # An interrupted restore must not leave an empty database: the service would start
                 # on it.
-                if engine.is_default:
-                    os.makedirs(engine.folder, exist_ok=True)
-                write_file(copy, file)
-                engine.was_created = True
-            else:
-                engine.open_database(creates=True)
-                copy_rows(copy, engine)
+                return Restored(True, *write_file(copy, file))
+            is_new = engine.open_database(creates=True)
+            return Restored(is_new, *copy_rows(copy, engine))
     except OSError as error:
         raise Unavailable(f"{error.strerror}: {error.filename or engine.name}") from error
     except UnicodeDecodeError as error:  # an error of SQLite whose message is not UTF-8
@@ -89,8 +104,11 @@ def restore(engine: Engine, path: str) -> None:
         raise BadBackup(f"{' '.join(str(error).split())}: {path}") from error
 
 
-def write_file(source: Engine, path: str) -> None:
-    """Copy a database to a new SQLite file, which gets its name once it is whole."""
+def write_file(source: Engine, path: str) -> Sequence[int]:
+    """Copy a database to a new SQLite file, which gets its name once it is whole.
+
+    Returns the numbers of accounts, Projects and tokens.
+    """
     # In a folder of its own first, since the engine leaves a -lock beside its file.
     with (
         new_file(path) as partial,
@@ -98,14 +116,18 @@ def write_file(source: Engine, path: str) -> None:
         closing(SQLite(f"{folder}/copy")) as copy,
     ):
         copy.open_database(creates=True)
-        copy_rows(source, copy)
+        counts = copy_rows(source, copy)
         copy.save(partial)
+    return counts
 
 
 def scratch(folder: str | None) -> TemporaryDirectory[str]:
-    """A temporary folder for a copy: in this folder, which has room for the data, or in TMPDIR."""
-    place = folder if folder and os.path.isdir(folder) else None
-    return TemporaryDirectory(".partial", "gardening-", place)
+    """A temporary folder for a copy: in this folder, which has room for the data, or in TMPDIR.
+
+    Not in a folder of somebody else, who could put a link in its place while root writes there.
+    """
+    is_own = folder and os.path.isdir(folder) and os.stat(folder).st_uid == os.geteuid()
+    return TemporaryDirectory(".partial", "gardening-", folder if is_own else None)
 
 
 def copy_file(path: str, to: str) -> None:
@@ -128,8 +150,7 @@ def copy_file(path: str, to: str) -> None:
         try:
             file.backup(copy)
         except sqlite3.OperationalError as error:
-            if error.sqlite_errorname == "SQLITE_FULL":
-                raise Unavailable(f"{error}: {to}") from error
+            raise_if_full(error, to)
             raise
         [(found,)] = copy.execute("PRAGMA integrity_check(1)")
         if found != "ok":
@@ -141,40 +162,52 @@ def copy_file(path: str, to: str) -> None:
             copy.execute(f'DROP {kind} IF EXISTS "{name}"')  # a view takes its triggers along
 
 
-def copy_rows(source: Engine, target: Engine) -> None:
+def copy_rows(source: Engine, target: Engine) -> Sequence[int]:
     """Copy the rows of every table, in one transaction on each side.
 
-    The Projects of each account are counted anew. A terminal at standard error shows how far the
-    copy has got. Raises Unavailable unless the target is empty.
+    The Projects of each account are counted anew. Returns the numbers of accounts, Projects and
+    tokens. Raises Unavailable unless the target is empty.
     """
     # An error passes through `translate_error` of both engines, first of the target. If both are
     # SQLite, the target takes an error of the source for its own, and names its file. That is rare,
     # since `copy_file` has checked the source.
-    with Acquisition(source) as reader, target.writer(COMMAND_TIMEOUT) as writer:
-        reader.begin_snapshot()
-        is_empty = not any(writer.fetch(f"SELECT 1 FROM {table} LIMIT 1", {}) for table in COLUMNS)
-        if is_empty:
-            for table, columns in COLUMNS.items():
-                if table == "account":
-                    # SQLite's triggers have filled it with lower values of last_seq.
-                    writer.fetch("DELETE FROM account", {})
-                [(count,)] = reader.fetch(f"SELECT count(*) FROM {table}", {})
-                rows = reader.stream(f"SELECT {', '.join(columns)} FROM {table}")
-                progress_bar = click.progressbar(
-                    rows,
-                    count,
-                    table,
-                    show_pos=True,
-                    hidden=not (sys.stderr and sys.stderr.isatty()),  # None if it was closed
-                    file=sys.stderr,
-                    update_min_steps=max(1, count // 1000),
-                )
-                # `closing` ends the query before its connection closes, even if a row is refused.
-                # `iter`, because each next() on a bar would start a new generator.
-                with closing(rows), progress_bar as shown:
-                    writer.insert(table, columns, iter(shown))
-            writer.advance_token_sequence()
-            writer.fetch(REBUILD_ACCOUNTS, {})
-        reader.commit()
-    if not is_empty:
-        raise Unavailable("the database to fill is not empty")
+    with source.snapshot() as reader, target.writer(COMMAND_TIMEOUT) as writer:
+        require_empty(writer)  # before the lock, which would hold up the writers of a live database
+        writer.lock_out_writers()
+        require_empty(writer)  # another restore may have been first
+        for table in COLUMNS:
+            if table == "account":
+                # SQLite's triggers have filled it with lower values of last_seq.
+                writer.fetch("DELETE FROM account", {})
+            copy_table(reader, writer, table)
+        writer.advance_token_sequence()
+        writer.fetch(REBUILD_ACCOUNTS, {})
+        # Before the commit, so that no failure follows a success.
+        return [int(writer.fetch(count, {})[0][0]) for count in COUNTS]
+
+
+def require_empty(connection: Connection) -> None:
+    """Raises Unavailable if there is a row in any table."""
+    for table in COLUMNS:
+        if connection.fetch(f"SELECT 1 FROM {table} LIMIT 1", {}):
+            raise Unavailable("the database to fill is not empty")
+
+
+def copy_table(reader: Connection, writer: Connection, table: str) -> None:
+    """Copy the rows of a table. A terminal at standard error shows how far the copy has got."""
+    columns = COLUMNS[table]
+    [(count,)] = reader.fetch(f"SELECT count(*) FROM {table}", {})
+    rows = reader.stream(f"SELECT {', '.join(columns)} FROM {table}")
+    progress_bar = click.progressbar(
+        rows,
+        count,
+        table,
+        show_pos=True,
+        hidden=not (sys.stderr and sys.stderr.isatty()),  # None if it was closed
+        file=sys.stderr,
+        update_min_steps=max(1, count // 1000),
+    )
+    # `closing` ends the query before its connection closes, even if a row is refused. `iter`,
+    # because each next() on a bar would start a new generator.
+    with closing(rows), progress_bar as shown:
+        writer.insert(table, columns, iter(shown))

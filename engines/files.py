@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
-from engines.base import OutcomeUnknown, Unavailable
+from engines.errors import OutcomeUnknown, Unavailable
 
 POLL_INTERVAL = 0.0002  # seconds between two attempts to acquire an flock
 FileID = tuple[int, int] | None  # device and inode; None: no file was seen yet
@@ -27,15 +27,16 @@ def new_file(path: str) -> Iterator[str]:
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
     folder = os.path.dirname(os.path.abspath(path))
     file, partial = tempfile.mkstemp(".partial", "gardening-", folder)
-    os.close(file)
     try:
-        if os.geteuid() == 0:  # the folder's owner, the service's user, gets it
-            owner = os.stat(folder)
-            os.chown(partial, owner.st_uid, owner.st_gid)
+        with open(file), suppress(OSError):  # as on NFS, where root is nobody
+            if os.geteuid() == 0:  # the folder's owner, the service's user, gets the file
+                owner = os.stat(folder)
+                os.fchown(file, owner.st_uid, owner.st_gid)
         yield partial
         sync(partial)
         give_name(partial, path)
-        sync(folder)
+        with suppress(OSError):  # some file systems sync no folders
+            sync(folder)
     finally:
         with suppress(FileNotFoundError):
             os.unlink(partial)
@@ -68,29 +69,33 @@ class DatabaseFile:
     it, SQLite's too. So this class asks os.stat.
     """
 
-    def __init__(self, path: str, makes_folder: bool) -> None:
+    def __init__(self, path: str) -> None:
         self.path = os.path.abspath(path)
         # SQLite puts its own files beside the file that a link leads to.
         self.target = os.path.realpath(self.path)
-        self._makes_folder = makes_folder
         self._id: FileID = None
         with suppress(Unavailable):  # the first use will say what is wrong
             self.check_identity()
 
-    def create(self) -> None:
-        """Create the file, unless one was seen or has the name. Raises OSError, Unavailable."""
+    def missing(self) -> str | None:
+        """Where to create the file, in a folder that is there; None if one was or is there.
+
+        Raises Unavailable, OSError.
+        """
         wal = f"{self.target}-wal"
         # Look for the -wal before the file. Whoever creates a database makes the file first, so a
         # -wal that was there without a file is what a lost database has left.
         has_wal = os.path.exists(wal)
         if self._id or os.path.exists(self.path):
-            return
+            return None
         if has_wal:
             # SQLite would delete it, and with it the last writes that were acknowledged.
             raise Unavailable(f"{wal} has no database beside it; move it away first")
-        if self._makes_folder:
-            os.makedirs(os.path.dirname(self.path), exist_ok=True)
-        create_empty(self.target)
+        if os.path.islink(self.path):  # to a disk that is not mounted, perhaps
+            raise Unavailable(f"a link that leads to no file: {self.path}")
+        with suppress(FileExistsError):
+            os.mkdir(os.path.dirname(self.path))
+        return self.target
 
     def check_identity(self, outage: type[Unavailable] = Unavailable) -> None:
         """Raise this outage if the name leads to no file, or to another than the first one."""
@@ -99,7 +104,8 @@ class DatabaseFile:
             if stat.S_ISDIR(found.st_mode):
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         except FileNotFoundError:
-            missing = f"no database at {self.path}; run `flask init-db`"
+            hint = "restore a backup, or run `init-db` for an empty database"
+            missing = f"no database at {self.path}: {hint}"
             removed = f"the database file was removed: {self.path}"
             raise outage(removed if self._id else missing) from None
         except OSError as error:
@@ -159,7 +165,7 @@ class DatabaseFile:
 class Memory:
     """Stands in for the DatabaseFile of a database in memory."""
 
-    def create(self) -> None: ...
+    def missing(self) -> None: ...
 
     def check_identity(self) -> None: ...
 

@@ -4,7 +4,8 @@ import re
 import select
 import time
 from collections import defaultdict
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import cache, cached_property, partial
 from typing import Any
 
@@ -12,16 +13,9 @@ import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
 from engines import migrations
-from engines.base import (
-    COMMAND_TIMEOUT,
-    REQUEST_TIMEOUT,
-    Connection,
-    Engine,
-    OutcomeUnknown,
-    Parameters,
-    Rows,
-    Unavailable,
-)
+from engines.connection import Connection, Parameters, Rows
+from engines.engine import COMMAND_TIMEOUT, REQUEST_TIMEOUT, Engine
+from engines.errors import OutcomeUnknown, Unavailable
 from engines.fields import FIELDS, SETTABLE, TEXT
 
 MAX_KEPT = 16_384  # bytes of a document that an idle cursor may hold in memory
@@ -29,15 +23,22 @@ CONNECT_TIMEOUT = 2  # seconds for each host; libpq takes no less
 STATEMENT_TIMEOUT = 4  # seconds, after which the server itself ends a statement
 ROW_LOCK_TIMEOUT = 1  # seconds that a statement may wait for a lock
 STILL_ARRIVING = 50  # milliseconds between two parts of a long response, at most
-# Firewalls and load balancers forget a connection that was idle for four minutes or longer.
-KEEPALIVES = {"keepalives_idle": 60, "keepalives_interval": 10}  # seconds
+DEFAULTS: dict[str, Any] = {  # what the parameters of a URL override
+    "connect_timeout": CONNECT_TIMEOUT,
+    "target_session_attrs": "read-write",
+    # Firewalls and load balancers forget a connection that was idle for four minutes or longer.
+    "keepalives_idle": 60,  # seconds
+    "keepalives_interval": 10,  # seconds
+}
 # Prefixes of SQLSTATEs. A statement that fails with one has changed nothing, except perhaps a
 # COMMIT on Citus: see ClusterConnection.commit.
 OUTAGES = (
+    "2200H",  # the IDs of tokens are used up
     "25006",  # the server is a standby
     "3F000",  # no schema
     "40",  # contention
     "42501",  # a missing privilege
+    "42P01",  # no such table
     "42P07",  # a table or view of another program has the name of ours
     "53",  # resources
     "55P03",  # a lock
@@ -104,6 +105,8 @@ class ServerTimeout(psycopg.OperationalError):
 class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
     """A connection that gives up at its deadline, even while a commit waits for a standby."""
 
+    SCHEMA = "postgresql.sql"
+    MIGRATIONS = migrations.POSTGRESQL
     GET = f"""
         SELECT id, {ETAG}, convert_to({DOCUMENT}, 'UTF8')
         FROM project
@@ -210,22 +213,23 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
         poll.register(self, select.POLLIN)
         return bool(poll.poll(milliseconds))
 
-    def bring_up_to_date(self, engine: Engine, creates: bool) -> int:
+    def migrate(self, creates: bool, _write_lock: AbstractContextManager[None]) -> int:
         with self.transaction():
             self.execute(f"SELECT pg_advisory_xact_lock({migrations.APPLICATION_ID})")
-            [(encoding, version)] = self.execute(INSPECT).fetchall()
+            [(encoding, found)] = self.execute(INSPECT).fetchall()
             if encoding != "UTF8":
                 raise Unavailable(f"the database is in {encoding}, not in UTF8")
-            scripts = engine.scripts_for(version, creates)
+            scripts = self.scripts_for(found, creates)
             if scripts:
                 self.require_coordinator()
                 self.set_timeouts(COMMAND_TIMEOUT)
                 mark = f"COMMENT ON TABLE project IS '{MARK}{migrations.SCHEMA_VERSION}'"
+                # The file with the tables may be several statements at once: no table is spread yet.
                 for script in [*scripts, mark]:
                     self.execute(script)
         if scripts:
             self.deadline = time.monotonic() + REQUEST_TIMEOUT  # a request's again
-        return int(version)
+        return int(found)
 
     def require_coordinator(self) -> None:
         """On a cluster, raises Unavailable at a worker, where the tables cannot be changed."""
@@ -239,6 +243,9 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
         with self.cursor("stream") as cursor:
             yield from cursor.execute(sql)
 
+    def lock_out_writers(self) -> None:
+        self.execute("LOCK TABLE account, token IN SHARE ROW EXCLUSIVE MODE")
+
     def insert(self, table: str, columns: Iterable[str], rows: Iterable[Any]) -> None:
         copy = f"COPY {table} ({', '.join(columns)}) FROM STDIN"
         with self.cursor().copy(copy) as stream:
@@ -246,9 +253,10 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
                 stream.write_row(row)
 
     def advance_token_sequence(self) -> None:
-        # On a cluster, each node has a range of IDs of its own: see deploy/citus.sql.
+        # On a cluster, each node has a range of IDs of its own: see deploy/citus.sql. The maximum
+        # of a node's sequence is the first ID of the next node.
         self.execute("""SELECT setval('token_id_seq', max(id)) FROM token, pg_sequence
-            WHERE seqrelid = 'token_id_seq'::regclass AND id BETWEEN seqmin AND seqmax""")
+            WHERE seqrelid = 'token_id_seq'::regclass AND id >> 48 = seqmin >> 48""")
 
 
 class ClusterConnection(PostgreSQLConnection):
@@ -285,15 +293,15 @@ class ClusterConnection(PostgreSQLConnection):
                 raise OutcomeUnknown(one_line(error)) from error
             raise
 
-    def bring_up_to_date(self, engine: Engine, creates: bool) -> int:
-        version = super().bring_up_to_date(engine, creates)
-        if version != migrations.SCHEMA_VERSION:
+    def migrate(self, creates: bool, write_lock: AbstractContextManager[None]) -> int:
+        found = super().migrate(creates, write_lock)
+        if found != migrations.SCHEMA_VERSION:
             # Citus copies no comment to the workers. A worker that cannot be reached now gets it
             # from deploy/citus.sql.
             self.execute("""SELECT run_command_on_workers(
                 format('COMMENT ON TABLE project IS %L',
                     obj_description('project'::regclass, 'pg_class')))""")
-        return version
+        return found
 
     def require_coordinator(self) -> None:
         [(found,)] = self.execute("SELECT citus_is_coordinator()")
@@ -305,20 +313,14 @@ class ClusterConnection(PostgreSQLConnection):
 class PostgreSQL(Engine):
     """A database on a server, or on a cluster of them."""
 
-    SCHEMA = "postgresql.sql"
-    MIGRATIONS = migrations.POSTGRESQL
     ERROR = psycopg.Error
 
     def __init__(self, url: str) -> None:
         """Raises ValueError for a malformed URL."""
         super().__init__()
-        parsed = KEEPALIVES | parse(url)
-        self.name = f"postgresql://{parsed.get('host', '')}/{parsed.get('dbname', '')}"
-        self._parameters = parsed | {
-            "client_encoding": "UTF8",
-            "connect_timeout": CONNECT_TIMEOUT,
-            "target_session_attrs": "read-write",
-        }
+        parsed = parse(url)
+        self.name = f"postgresql://{addresses(parsed)}/{parsed.get('dbname', '')}"
+        self._parameters = DEFAULTS | parsed | {"client_encoding": "UTF8"}
         # ClusterConnection, once a first connection has shown that this is a cluster.
         self._connection_class = PostgreSQLConnection
 
@@ -341,6 +343,8 @@ class PostgreSQL(Engine):
             # The error is that of the last host. Only the time shows that one was silent.
             is_silent = time.monotonic() - started >= CONNECT_TIMEOUT
             raise (ServerTimeout if is_silent else Unavailable)(one_line(error)) from error
+        # Of the time to connect, no more counts than the default: a URL may allow more.
+        started = max(started, time.monotonic() - CONNECT_TIMEOUT)
         connection.deadline = started + REQUEST_TIMEOUT
         try:
             connection.execute(SETTINGS)
@@ -379,6 +383,16 @@ def parse(url: str) -> dict[str, Any]:
         hint = "write postgresql://…, percent-encode the password, and use only libpq's parameters"
         raise ValueError(f"malformed URL of a database: {hint}") from None
     return parameters
+
+
+def addresses(parameters: Mapping[str, Any]) -> str:
+    """The hosts with those of their ports that the URL names."""
+    hosts = str(parameters.get("host", "")).split(",")
+    ports = str(parameters.get("port", "")).split(",")
+    if len(ports) == 1:
+        ports *= len(hosts)
+    pairs = zip(hosts, ports, strict=False)  # libpq refuses lists of different lengths
+    return ",".join(f"{host}:{port}" if port else host for host, port in pairs)
 
 
 @cache

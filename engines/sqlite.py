@@ -8,14 +8,16 @@ import threading
 import time
 import weakref
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from engines import migrations
-from engines.base import Connection, Engine, OutcomeUnknown, Parameters, Rows, Unavailable
+from engines.connection import Connection, Parameters, Rows
+from engines.engine import Acquisition, Engine
+from engines.errors import OutcomeUnknown, Unavailable
 from engines.fields import FIELDS, JSON, SETTABLE
-from engines.files import DatabaseFile, Memory
+from engines.files import DatabaseFile, Memory, create_empty
 
 OLDEST_SQLITE = (3, 37)  # the first with STRICT tables
 WRITE_LOCK_TIMEOUT = 2.5  # seconds that a writer waits for others of the service
@@ -43,6 +45,8 @@ ETAG_IS_ALLOWED = f"""(:if_match IS NULL
 
 
 class SQLiteConnection(sqlite3.Connection, Connection):
+    SCHEMA = "sqlite.sql"
+    MIGRATIONS = migrations.SQLITE
     # The triggers of sqlite.sql count the Projects of the account.
     GET = f"""
         SELECT id, {ETAG}, CAST({DOCUMENT} AS BLOB)
@@ -99,22 +103,20 @@ class SQLiteConnection(sqlite3.Connection, Connection):
         super().close()
         self.file.remove_connection()
 
-    def bring_up_to_date(self, engine: Engine, creates: bool) -> int:
-        version, is_wal = inspect(self)
-        scripts = engine.scripts_for(version, creates)
-        if is_wal and not scripts:
-            return version
-        with engine.write_lock():
-            self.execute("PRAGMA journal_mode = WAL")
-            version, _ = inspect(self)  # again: another process may have been first
-            scripts = engine.scripts_for(version, creates)
+    def migrate(self, creates: bool, write_lock: AbstractContextManager[None]) -> int:
+        found, is_wal = inspect(self)
+        if is_wal and not self.scripts_for(found, creates):
+            return found
+        with write_lock:
+            self.execute("PRAGMA journal_mode = WAL")  # which no transaction can set
+            found, _ = inspect(self)  # again: another process may have been first
+            scripts = self.scripts_for(found, creates)
             marks = (
                 f"PRAGMA application_id = {migrations.APPLICATION_ID}",
                 f"PRAGMA user_version = {migrations.SCHEMA_VERSION}",
             )
-            script = ("BEGIN IMMEDIATE", *scripts, *marks, "COMMIT")
-            self.executescript(";".join(script))
-        return version
+            self.executescript(";".join(("BEGIN IMMEDIATE", *scripts, *marks, "COMMIT")))
+        return found
 
     def begin_snapshot(self) -> None:
         self.execute("BEGIN")
@@ -141,25 +143,27 @@ def inspect(connection: sqlite3.Connection) -> tuple[int, bool]:
     return version, mode == "wal"
 
 
+def raise_if_full(error: sqlite3.Error, path: str) -> None:
+    """Name the disk of the copy at this path, for which SQLite's own message has no name."""
+    if error.sqlite_errorname == "SQLITE_FULL":
+        raise Unavailable(f"no space left in {os.path.dirname(path)}") from error
+
+
 class SQLite(Engine):
     """One file, or a private database in memory."""
 
-    SCHEMA = "sqlite.sql"
-    MIGRATIONS = migrations.SQLITE
     ERROR = sqlite3.Error
 
-    def __init__(self, path: str, is_default: bool = False) -> None:
+    def __init__(self, path: str) -> None:
         """On the file at `path`; `:memory:` is a private database, which has its tables.
 
-        The folder of the default database is created along with it. Raises ValueError if this
-        Python's SQLite is too old.
+        Raises ValueError if this Python's SQLite is too old.
         """
         if sqlite3.sqlite_version_info < OLDEST_SQLITE:
             needed = ".".join(map(str, OLDEST_SQLITE))
             found = f"this Python has SQLite {sqlite3.sqlite_version}"
             raise ValueError(f"{found}; the service needs {needed} or later")
         super().__init__()
-        self.is_default = is_default
         self._thread_lock = threading.Lock()  # for the writers of this process
         self._file: DatabaseFile | Memory
         if path == ":memory:":
@@ -170,15 +174,15 @@ class SQLite(Engine):
             weakref.finalize(self, kept.close)
             self.open_database(creates=True)
         else:
-            self._file = DatabaseFile(path, makes_folder=is_default)
+            self._file = DatabaseFile(path)
             self.folder = os.path.dirname(self._file.target)
             self.name = self._file.path
             # rw: SQLite must not put an empty file in the place of a lost one.
             self._uri = f"{Path(self._file.path).as_uri()}?mode=rw"
 
     def open_connection(self, creates: bool) -> SQLiteConnection:
-        if creates:
-            self._file.create()
+        if creates and (path := self._file.missing()):
+            create_empty(path)
         # Before SQLite reads it: it would apply the -wal of the old file to a new one.
         self._file.check_identity()
         self._file.add_connection()
@@ -221,10 +225,17 @@ class SQLite(Engine):
 
     def save(self, path: str) -> None:
         """Copy the database to this empty file."""
-        # `vfs=unix`, or the copy of a database in memory would be in memory, too. As a read, it
-        # waits for no writer.
+        # `vfs=unix`, or the copy of a database in memory would be in memory, too.
         uri = f"{Path(path).absolute().as_uri()}?vfs=unix"
-        self.read("VACUUM INTO :uri", {"uri": uri})
+        with Acquisition(self) as connection:  # as a read, since it waits for no writer
+            try:
+                connection.fetch("VACUUM INTO :uri", {"uri": uri})
+            except sqlite3.OperationalError as error:
+                raise_if_full(error, path)
+                raise
+
+    def missing_file(self) -> str | None:
+        return self._file.missing()
 
     def check(self) -> None:
         super().check()

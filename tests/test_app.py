@@ -183,11 +183,12 @@ def test_link_repeats_the_size_and_counts_the_pages(client):
     assert client.get(urljoin(PROJECTS, address)).status_code == 200
 
 
-OTHER = "it is not UTF-8, is nested too deeply, or holds NaN, an infinity or too long"
+OTHER = "it is nested too deeply, or holds NaN, an infinity or too long an integer"
 PYTHON = re.compile(r"codec|int\(\)|sys\.|recursion|Expecting|literal|Error")
 NOT_JSON = {
-    "empty": (b"", "see line 1, column 1"),
-    "invalid UTF-8": (b'{"name": "\xff"}', OTHER),
+    "empty": (b"", "it is empty"),
+    "blank": (b" ", "see line 1, column 2"),
+    "invalid UTF-8": (b'{"name": "\xff"}', "it is not UTF-8"),
     # Too deeply for the parser, or, where that goes as deep, they end too early.
     "nested arrays": (b"[" * 65_536, f"{OTHER}|see line 1, column 65537"),
     "NaN": (b'{"name": NaN}', OTHER),

@@ -16,7 +16,7 @@ import pytest
 from app import create_app
 from auth import digest
 from engines.backup import COLUMNS, BadBackup, backup, restore
-from engines.base import Unavailable
+from engines.errors import Unavailable
 from engines.files import new_file
 from engines.migrations import APPLICATION_ID, SCHEMA_VERSION
 from helpers.later_release import copy_later_release

@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 
 from engines import migrations
-from engines.base import Unavailable
+from engines.errors import Unavailable
 from engines.migrations import SCHEMA_VERSION
 from helpers.later_release import SLOW_ON_POSTGRESQL, copy_later_release
 from helpers.running import BIN, ROOT, at_once, environment_of, run, store_on, wait_for

@@ -87,24 +87,20 @@ def test_newcomers_command_leads_a_shell_to_the_same_database(tmp_path):
         assert [token.account for token in store.list_tokens()] == ["ACCOUNT"]
 
 
-def test_gunicorn_creates_no_database_that_a_setting_names(tmp_path):
-    mistyped = str(tmp_path / "gardning.db")
-    ended = run(BIN / "gunicorn", environment=environment_of(mistyped), status=1)
-    error = f"Error: no database at {mistyped}; run `flask init-db`\n"
-    assert ended.stderr.count(error) == 1 and "Traceback" not in ended.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("first", ["gunicorn", "token"])
-def test_default_database_is_created_by_whoever_comes_first(tmp_path, first):
-    copy_service(tmp_path)
-    new = f"A new database: {tmp_path}/instance/gardening.db\n"
-    if first == "token":
-        issued = run(BIN / "flask", "token", "create", "ann", folder=tmp_path)
-        assert issued.stderr.startswith(new)
-    service = gunicorn(os.environ, f"--chdir={tmp_path}")
-    with service as (_, port), Client(port, "x") as client:
-        assert client.call("GET", "/health")[0] == 200
+@pytest.mark.parametrize("program", ["gunicorn", "flask token create ann"])
+@pytest.mark.parametrize("is_default", [False, True])
+def test_program_that_creates_no_database_says_so(tmp_path, program, is_default):
+    folder = tmp_path / "clone"
+    folder.mkdir()
+    copy_service(folder)
+    database = str(folder / "instance/gardening.db" if is_default else tmp_path / "gardning.db")
+    environment = os.environ if is_default else environment_of(database)
+    name, *arguments = program.split()
+    ended = run(BIN / name, *arguments, folder=folder, environment=environment, status=1)
+    hint = "restore a backup, or run `init-db` for an empty database"
+    assert ended.stderr.count(f"Error: no database at {database}: {hint}\n") == 1
+    assert "Traceback" not in ended.stderr
+    assert not os.path.exists(database) and not (folder / "instance").exists()
 
 
 SECOND_USE = """

@@ -14,7 +14,8 @@ import pytest
 
 from app import create_app
 from engines.backup import backup, restore
-from engines.base import Breaker, OutcomeUnknown, Unavailable
+from engines.breaker import Breaker
+from engines.errors import OutcomeUnknown, Unavailable
 from engines.sqlite import SQLite, SQLiteConnection
 from helpers.running import LIMIT, at_once, retry_while_unavailable, run, store_on, wait_for
 from helpers.stores import (
@@ -132,24 +133,57 @@ def test_path_may_hold_any_character(tmp_path, name):
     assert (tmp_path / name).stat().st_size > 0
 
 
-def test_link_that_leads_nowhere_yet_names_the_new_file(tmp_path):
+def test_database_may_have_a_link_for_its_name(tmp_path):
     link, file = tmp_path / "link.db", tmp_path / "file.db"
     link.symlink_to(file.name)
-    with closing(Store(SQLite(str(link)))) as store:
+    with closing(Store(SQLite(str(file)))) as store:
         store.engine.open_database(creates=True)
         store.create_project("ann", {})
-    assert link.is_symlink()
-    assert file.stat().st_mode & 0o777 == 0o600
-    assert sorted(os.listdir(tmp_path)) == ["file.db", "file.db-lock", "link.db"]
-    with closing(Store(SQLite(str(file)))) as store:
+    with closing(Store(SQLite(str(link)))) as store:
         assert len(listed(store)) == 1
+    assert sorted(os.listdir(tmp_path)) == ["file.db", "file.db-lock", "link.db"]
+
+
+@pytest.fixture
+def backup_file(tmp_path):
+    file = str(tmp_path / "backup.db")
+    backup(SQLite(":memory:"), file)
+    return file
+
+
+@pytest.mark.parametrize("is_link", ["the file", "the folder"])
+@pytest.mark.parametrize("is_there", [False, True])
+def test_link_to_a_disk_that_is_not_mounted_gets_no_database(
+    tmp_path, backup_file, is_link, is_there
+):
+    """Its folder may be there, as an empty mount point."""
+    disk, instance = tmp_path / "disk", tmp_path / "instance"
+    if is_link == "the file":
+        instance.mkdir()
+        (instance / "gardening.db").symlink_to(disk / "gardening.db")
+    else:
+        instance.symlink_to(disk / "instance")
+    if is_there:
+        disk.mkdir()
+    engine = SQLite(str(instance / "gardening.db"))
+    for use in (lambda: engine.open_database(creates=True), lambda: restore(engine, backup_file)):
+        with pytest.raises(Unavailable):
+            use()
+    assert list(disk.glob("*")) == []
+
+
+def test_folder_is_created_along_with_the_file_but_not_its_parents(tmp_path):
+    SQLite(str(tmp_path / "new/x.db")).open_database(creates=True)
+    assert (tmp_path / "new/x.db").exists()
+    with pytest.raises(Unavailable, match="^No such file or directory: "):
+        SQLite(str(tmp_path / "no/such/x.db")).open_database(creates=True)
+    assert not (tmp_path / "no").exists()
 
 
 @pytest.mark.parametrize(
     "path, reason",
     [
         ("/", "Is a directory"),
-        ("/no/such/folder/x.db", "No such file or directory"),
         ("/dev/null/x.db", "Not a directory"),
     ],
 )
@@ -167,12 +201,11 @@ def test_python_whose_sqlite_is_too_old_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["gardening.db", "link.db"])
-def test_wal_without_its_database_is_not_thrown_away(database, tmp_path, name):
+def test_wal_without_its_database_is_not_thrown_away(database, backup_file, name):
     Path(f"{database}-wal").write_text("acknowledged")
     Path(database).with_name("link.db").symlink_to(database)
-    file, engine = str(tmp_path / "backup"), SQLite(str(Path(database).with_name(name)))
-    backup(SQLite(":memory:"), file)
-    for use in (lambda: engine.open_database(creates=True), lambda: restore(engine, file)):
+    engine = SQLite(str(Path(database).with_name(name)))
+    for use in (lambda: engine.open_database(creates=True), lambda: restore(engine, backup_file)):
         with pytest.raises(Unavailable, match="has no database beside it; move it away first$"):
             use()
         assert Path(f"{database}-wal").read_text() == "acknowledged"
@@ -319,7 +352,7 @@ def test_lock_that_stops_readers_is_waited_for_once(store, park, plain_sql):
 
 def test_half_open_breaker_admits_one_caller_in_five_seconds():
     breaker = Breaker()
-    breaker.open()
+    breaker.record_timeout()
     retry_while_unavailable(lambda: breaker.admit() is None)
     with lasts(4):
         retry_while_unavailable(lambda: breaker.admit() is None)

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import pytest
 
-from engines.base import Unavailable
+from engines.errors import Unavailable
 from helpers.running import POINT, ROOT, at_once, run
 from helpers.stores import is_sqlite, listed, open_files, read, result_after_unlock
 from schemas import MAX_PAGE
@@ -489,7 +489,7 @@ def test_one_of_many_conditional_updates_wins(store):
 WITH_RIGS = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
 FORK = """
 import os, sys
-from engines.base import Unavailable
+from engines.errors import Unavailable
 from helpers.running import store_on
 store = store_on(sys.argv[1])
 store.create_project("ann", {})

@@ -21,7 +21,7 @@ from werkzeug.datastructures import EnvironHeaders
 
 from app import create_app
 from auth import BadName, account_name, bearer_token, issue_token
-from engines.base import OutcomeUnknown, Unavailable
+from engines.errors import OutcomeUnknown, Unavailable
 from problems import RETRY_AFTER, problem
 from reading import MAX_CONTENT_LENGTH, read_json
 from schemas import NOT_AN_OBJECT

@@ -8,7 +8,7 @@ import pytest
 from deployment.servers.pgserver import silence
 from deployment.test_disk import test_full_disk_leaves_no_half_backup_and_no_half_restore
 from engines.backup import backup, restore
-from engines.base import Unavailable
+from engines.errors import Unavailable
 from helpers.running import run
 from test_backup import *
 

@@ -10,15 +10,15 @@ from contextlib import ExitStack, closing, suppress
 
 import psycopg
 import pytest
+from helpers.old_schemas import create_old_schema
 
 from app import create_app
 from auth import digest
 from deployment.servers.history import check, record
 from deployment.servers.pgserver import BACKENDS, CITUS, execute, start_cluster
 from engines.backup import backup, restore
-from engines.base import Unavailable
+from engines.errors import Unavailable
 from engines.migrations import SCHEMA_VERSION
-from helpers.old_schemas import create_old_schema
 from helpers.openapi import CheckedClient
 from helpers.running import (
     BIN,

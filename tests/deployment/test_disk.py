@@ -77,7 +77,7 @@ def test_full_disk_leaves_no_half_backup_and_no_half_restore(
     assert output.startswith("Error: ") and f"{disk}/backup.db" in output
     assert output.count("\n") == 1
     output = run_command(str(disk / "restored.db"), "restore", filled, status=1)
-    assert re.fullmatch("Error: database or disk is full: .*/copy\n", output)
+    assert re.fullmatch(f"Error: no space left in {disk}/.*\n", output)
     assert os.listdir(disk) == ["filler"]
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from deployment.servers.pgserver import backends, execute, silence, start_pgserver
-from engines.base import OutcomeUnknown, Unavailable
+from engines.errors import OutcomeUnknown, Unavailable
 from helpers.openapi import HELLO
 from helpers.running import (
     LIMIT,

@@ -17,7 +17,8 @@ from app import create_app
 from auth import digest
 from deployment.servers.pgserver import BINARIES, WAITS, backends, execute, silence, start_pgserver
 from engines.backup import backup, restore
-from engines.base import REQUEST_TIMEOUT, Acquisition, OutcomeUnknown, Unavailable
+from engines.engine import REQUEST_TIMEOUT, Acquisition
+from engines.errors import OutcomeUnknown, Unavailable
 from engines.postgres import PostgreSQL
 from helpers.later_release import copy_later_release
 from helpers.running import (

@@ -18,7 +18,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from auth import issue_token
-from engines.base import Unavailable
+from engines.errors import Unavailable
 from engines.sqlite import SQLite
 from helpers.openapi import check_response
 from store import Store

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from engines.base import Unavailable
+from engines.errors import Unavailable
 from helpers.running import LIMIT, openings, wait_for
 
 REFUSED_BY_BREAKER = "not tried: requests have just timed out"

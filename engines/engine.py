@@ -1,0 +1,197 @@
+"""What an engine is: one kind of database, its connections, and what their errors mean."""
+
+import os
+import weakref
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+
+from engines.breaker import Breaker
+from engines.connection import Connection, Parameters, Rows
+from engines.errors import Unavailable
+from engines.migrations import EMPTY, SCHEMA_VERSION
+
+REQUEST_TIMEOUT = 4.5  # seconds for a statement or a transaction of a request
+COMMAND_TIMEOUT = 3600  # seconds for what an operator asks for
+
+
+class Engine(ABC):
+    """A database.
+
+    Idle connections are kept by process id, since after a fork the child may neither use nor close
+    those of its parent.
+    """
+
+    ERROR: type[Exception]  # the base of the driver's errors
+    name: str  # of the database, as an operator knows it, without a password
+    folder: str | None = None  # where the database is, if it is a file
+
+    def __init__(self) -> None:
+        self.idle: dict[int, list[Connection]] = defaultdict(list)
+        self.read_breaker, self.write_breaker = Breaker(), Breaker()
+        self._version: int | None = None  # of the schema, once a connection has looked
+        weakref.finalize(self, close_idle, self.idle)  # at exit at the latest
+
+    @abstractmethod
+    def open_connection(self, creates: bool) -> Connection:
+        """A new connection. With `creates`, create the file that is missing.
+
+        Raises Unavailable, or an error that `translate_error` knows.
+        """
+
+    @abstractmethod
+    def translate_error(self, error: BaseException, may_have_committed: bool) -> Unavailable | None:
+        """The outage that an error means; None for a defect.
+
+        It is OutcomeUnknown only if the change may have been committed.
+        """
+
+    @abstractmethod
+    def is_timeout(self, error: BaseException) -> bool:
+        """Whether the error ended a wait, so that the next caller would wait in vain."""
+
+    def write_lock(self) -> AbstractContextManager[None]:
+        """What a writer holds while it writes. By default, nothing."""
+        return nullcontext()
+
+    def missing_file(self) -> str | None:
+        """Where a file is to be created for the database; None if there is one, or none is needed.
+
+        Raises Unavailable, OSError.
+        """
+        return None
+
+    def open_database(self, creates: bool = False) -> bool:
+        """Bring the database up to date; with `creates`, create a missing one.
+
+        No other method creates one: an empty one would hide a loss or a mistyped path. Returns
+        whether it was created. Raises Unavailable.
+        """
+        try:
+            connection, found = self.connect(creates)
+        except BaseException as error:
+            if outage := self.translate_error(error, may_have_committed=False):
+                raise outage from error
+            raise
+        self.idle[os.getpid()].append(connection)
+        return found == EMPTY
+
+    def check(self) -> None:
+        """Raises Unavailable if the database cannot be read now."""
+        self.read("SELECT id FROM token LIMIT 1", {})
+
+    def read(self, sql: str, parameters: Parameters) -> Rows:
+        """Run a statement and return all its rows. Raises Unavailable."""
+        with Acquisition(self) as connection:
+            return connection.fetch(sql, parameters)
+
+    @contextmanager
+    def snapshot(self) -> Iterator[Connection]:
+        """A connection for reads of a command, which see one moment and may take long.
+
+        Raises Unavailable.
+        """
+        with Acquisition(self) as connection:
+            connection.begin_snapshot()
+            yield connection
+            connection.commit()
+
+    @contextmanager
+    def writer(
+        self, seconds: float | None = None, *, has_key: bool = False
+    ) -> Iterator[Connection]:
+        """A connection for one change, or with `seconds` for a transaction that may take this long.
+
+        `has_key` says that the change creates a Project with a key. Raises Unavailable,
+        OutcomeUnknown.
+        """
+        acquisition = Acquisition(self, writes=True)
+        with acquisition as connection, self.write_lock():
+            if seconds is None and not connection.needs_transaction(has_key):
+                acquisition.may_have_committed = True  # the change commits by itself
+                yield connection
+                return
+            connection.begin(seconds or REQUEST_TIMEOUT)
+            yield connection
+            acquisition.may_have_committed = True
+            connection.commit()
+
+    def connect(self, creates: bool = False) -> tuple[Connection, int]:
+        """A new connection, and the schema version that it found.
+
+        The first one brings the tables up to date. Only with `creates` does it create missing ones.
+        Raises as `open_connection` does.
+        """
+        connection = self.open_connection(creates)
+        try:
+            found = self._version
+            if found is None:
+                found = connection.migrate(creates, self.write_lock())
+                self._version = SCHEMA_VERSION
+        except BaseException:
+            connection.close()
+            raise
+        return connection, found
+
+    def close(self) -> None:
+        """Close the idle connections. The engine can still be used, and opens new ones."""
+        close_idle(self.idle)
+
+
+class Acquisition:
+    """Borrows a connection for a `with` block, and closes it after an error.
+
+    Raises Unavailable, OutcomeUnknown. A generator in place of the class would make a read a tenth
+    slower.
+    """
+
+    def __init__(self, engine: Engine, writes: bool = False) -> None:
+        self._engine = engine
+        self._breaker = engine.write_breaker if writes else engine.read_breaker
+        # Whether what fails now may have been committed: only Engine.writer knows.
+        self.may_have_committed = False
+
+    def __enter__(self) -> Connection:
+        self._breaker.admit()
+        idle = self._engine.idle[os.getpid()]
+        try:
+            while True:
+                try:
+                    connection = idle.pop()
+                except IndexError:  # none is left; other threads take some, too
+                    connection, _ = self._engine.connect()
+                    break
+                if connection.is_usable():
+                    break
+                connection.close()
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._connection = connection
+        return connection
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        connection = self._connection
+        if error is None:
+            self._breaker.record_response()
+            self._engine.idle[os.getpid()].append(connection)
+            return
+        connection.close()
+        self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Raise the outage that the error means, if it means one."""
+        if self._engine.is_timeout(error):
+            self._breaker.record_timeout()
+        else:
+            self._breaker.record_response()
+        if outage := self._engine.translate_error(error, self.may_have_committed):
+            raise outage from error
+
+
+def close_idle(idle: dict[int, list[Connection]]) -> None:
+    """Close this process's connections."""
+    with suppress(IndexError):
+        while True:
+            idle[os.getpid()].pop().close()
