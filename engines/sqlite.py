@@ -256,6 +256,8 @@ class SQLite(Engine):
         is_unwritable = self.folder and not os.access(self.folder, os.W_OK)
         if is_unwritable and name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY_DIRECTORY")):
             reason = "its folder cannot be written to"
+        if name == "SQLITE_IOERR_SHMSIZE":  # the -shm, which a first connection creates
+            reason = f"{reason} (is the disk full?)"
         # After a crash, SQLite may still find a commit that could not be synced.
         is_unknown = may_have_committed and name.startswith("SQLITE_IOERR")
         return (OutcomeUnknown if is_unknown else Unavailable)(f"{reason}: {self.name}")

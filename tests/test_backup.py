@@ -1,10 +1,12 @@
 """`flask backup` and `flask restore`: whole or not at all."""
 
+import fcntl
 import json
 import os
 import random
 import re
 import shutil
+import signal
 import sqlite3
 import subprocess
 import threading
@@ -20,7 +22,7 @@ from engines.errors import Unavailable
 from engines.files import new_file
 from engines.migrations import APPLICATION_ID, SCHEMA_VERSION
 from helpers.later_release import copy_later_release
-from helpers.running import BIN, LIMIT, POINT, ROOT, environment_of, run, store_on
+from helpers.running import BIN, LIMIT, POINT, ROOT, environment_of, run, store_on, wait_for
 from helpers.stores import is_sqlite
 from helpers.testservice import copy_service
 from store import KeyReused, Page
@@ -351,6 +353,103 @@ def test_file_that_is_no_backup_is_refused_in_one_line(database, tmp_path):
         assert re.fullmatch(f"Error: {reason}: {file}\n", refused)
     assert set(folder.iterdir()) == before
     assert not os.path.exists(database)
+
+
+def test_refusal_names_the_whole_path(target, tmp_path, monkeypatch):
+    """A command of a service starts in "/" if its user cannot enter the folder."""
+    monkeypatch.chdir(tmp_path)
+    output = run_command(target, "restore", "", status=1)
+    assert output == f"Error: not a regular file: {tmp_path}\n"
+    output = run_command(target, "restore", "y.db", status=1)
+    assert output == f"Error: No such file or directory: {tmp_path}/y.db\n"
+
+
+def test_restore_only_reads_the_file(target, tmp_path):
+    """Even a plain copy, whose -wal holds what is new."""
+    file, copy = str(tmp_path / "source.db"), tmp_path / "copy"
+    copy.mkdir()
+    with closing(store_on(file)) as store:
+        store.engine.open_database(creates=True)
+        store.create_project("ann", {"name": "Park"})
+        for suffix in ("", "-wal"):
+            shutil.copy(file + suffix, copy / f"gardening.db{suffix}")
+    before = {file.name: file.read_bytes() for file in copy.iterdir()}
+    run_command(target, "restore", str(copy / "gardening.db"))
+    after = {file.name: file.read_bytes() for file in copy.iterdir()}
+    assert {name: after[name] for name in before} == before
+
+
+SIGNALS = [
+    ("SIGTERM", signal.SIG_DFL, "Aborted!"),
+    ("SIGHUP", signal.SIG_DFL, "Aborted!"),
+    ("SIGHUP", signal.SIG_IGN, "Error: still locked: "),
+]
+
+
+@pytest.mark.parametrize("name, before, message", SIGNALS)
+def test_signal_ends_a_restore_like_ctrl_c_unless_it_is_ignored(
+    filled, tmp_path, name, before, message
+):
+    target = str(tmp_path / "empty.db")
+    run_command(target, "init-db")
+    ignored = signal.signal(signal.Signals[name], before)  # which the process inherits
+    with open(f"{target}-lock", "w") as queue:
+        fcntl.flock(queue, fcntl.LOCK_SH)
+        process = subprocess.Popen(
+            [BIN / "flask", "restore", filled],
+            cwd=ROOT,
+            env=environment_of(target),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        signal.signal(signal.Signals[name], ignored)
+        with process:
+            wait_for(lambda: list(tmp_path.glob("gardening-*.partial/copy-lock")))
+            process.send_signal(signal.Signals[name])
+            errors = process.communicate(timeout=LIMIT)[1]
+    assert process.returncode == 1 and errors.strip().startswith(message)
+    assert list(tmp_path.glob("gardening-*.partial*")) == []
+
+
+def test_signal_ends_a_backup_like_ctrl_c(store, database, file):
+    for _ in range(500):
+        store.create_project("ann", {"name": "x" * 1000})
+    process = subprocess.Popen(
+        [BIN / "flask", "backup", file], cwd=ROOT, env=environment_of(database)
+    )
+    folder = Path(file).parent
+    with process:
+        wait_for(lambda: process.poll() is not None or list(folder.glob("gardening-*.partial")))
+        process.terminate()
+    assert list(folder.glob("gardening-*.partial*")) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_root_gives_away_no_file_of_its_own(tmp_path):
+    """However fast the folder's owner puts a link in the place of a new file."""
+    folder, secret = tmp_path / "theirs", tmp_path / "secret"
+    folder.mkdir()
+    os.chown(folder, 65534, 65534)
+    secret.write_text("root's")
+    ended = threading.Event()
+
+    def swap():
+        while not ended.is_set():
+            for name in os.listdir(folder):
+                with suppress(OSError):
+                    os.unlink(folder / name)
+                    os.symlink(secret, folder / name)
+
+    attacker = threading.Thread(target=swap)
+    attacker.start()
+    try:
+        for number in range(300):
+            with suppress(OSError), new_file(str(folder / f"{number}.db")):
+                pass
+    finally:
+        ended.set()
+        attacker.join(LIMIT)
+    assert secret.stat().st_uid == 0
 
 
 def test_copy_is_beside_the_data_and_not_in_tmp(

@@ -67,6 +67,16 @@ def test_full_disk_stops_writes_until_there_is_room(mount, tmp_path):
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
 
 
+def test_start_on_a_full_disk_asks_whether_it_is_full(mount, tmp_path):
+    disk = tmp_path / "disk"
+    mount(disk, "1m")
+    database = str(disk / "gardening.db")
+    token_on(database)
+    fill(disk)
+    output = run_command(database, "open-db", status=1)
+    assert output == f"Error: disk I/O error (is the disk full?): {database}\n"
+
+
 def test_full_disk_leaves_no_half_backup_and_no_half_restore(
     source, database, filled, mount, tmp_path
 ):
@@ -74,8 +84,9 @@ def test_full_disk_leaves_no_half_backup_and_no_half_restore(
     mount(disk, "64k")
     fill(disk)
     output = run_command(database, "backup", str(disk / "backup.db"), status=1)
-    assert output.startswith("Error: ") and f"{disk}/backup.db" in output
+    assert output.startswith(f"Error: the copy to {disk}/backup.db failed: ")
     assert output.count("\n") == 1
+    assert f"no space left in {disk}\n" in output or database.startswith("postgresql://")
     output = run_command(str(disk / "restored.db"), "restore", filled, status=1)
     assert re.fullmatch(f"Error: no space left in {disk}/.*\n", output)
     assert os.listdir(disk) == ["filler"]
@@ -102,6 +113,26 @@ def test_backup_is_on_the_disk_before_it_has_its_name(store, database, file, tmp
     made = re.findall(names, (tmp_path / "calls").read_text())
     made = [(call, re.sub("gardening-.*partial", "partial", name)) for call, name in made]
     assert made == [("fsync", "partial"), ("link", "partial"), ("fsync", tmp_path.name)]
+
+
+def test_folder_that_cannot_be_synced_fails_nothing(store, database, file, tmp_path):
+    """As on some file systems: the second fsync is that of the folder."""
+    fault = ["-e", "trace=fsync", "-e", "inject=fsync:error=EINVAL:when=2"]
+    command = ["strace", "-f", "-qq", "-o", tmp_path / "calls", *fault]
+    run(*command, BIN / "flask", "backup", file, environment=environment_of(database))
+    assert (tmp_path / "calls").read_text().count("EINVAL") == 1
+    assert os.path.exists(file)
+
+
+def test_files_that_root_cannot_give_away_are_written_all_the_same(tmp_path):
+    """As on NFS, where root may be nobody."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    os.chown(folder, 65534, 65534)
+    environment = environment_of(str(folder / "gardening.db"))
+    command = ["setpriv", "--bounding-set=-chown", BIN / "flask", "init-db"]
+    run(*command, environment=environment)
+    assert (folder / "gardening.db").stat().st_uid == 0
 
 
 def test_files_that_root_creates_belong_to_the_owner_of_the_folder(tmp_path):
