@@ -253,15 +253,55 @@ def test_long_response_that_still_arrives_is_no_silent_server(store):
     assert store.engine.idle[os.getpid()] == [idle]
 
 
-@pytest.mark.parametrize("query, idle", [("", "60"), ("?keepalives_idle=7", "7")])
-def test_connections_keep_themselves_alive(database, query, idle):
-    """Or a firewall would forget those that are idle, and a request would meet silence."""
-    with closing(store_on(database + query)) as store:
-        store.engine.open_database(creates=True)
-        with Acquisition(store.engine) as connection:
-            options = connection.info.get_parameters()
-        assert options["keepalives_idle"] == idle
-        assert options["keepalives_interval"] == "10"
+OPTIONS = {
+    # Or a firewall would forget idle connections, and a request would meet silence.
+    "keepalives_idle": ("60", "7"),
+    "keepalives_interval": ("10", "3"),
+    "target_session_attrs": ("read-write", "primary"),
+    "connect_timeout": ("2", "9"),
+    "client_encoding": ("UTF8", "UTF8"),  # is the service's own
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_parameter_of_the_url_overrides_the_default(database, name):
+    default, other = OPTIONS[name]
+    given = {"client_encoding": "latin1"}.get(name, other)
+    for query, expected in [("", default), (f"?{name}={given}", other)]:
+        with closing(store_on(database + query)) as store:
+            store.engine.open_database(creates=True)
+            with Acquisition(store.engine) as connection:
+                assert connection.info.get_parameters()[name] == expected
+
+
+@contextmanager
+def slow_proxy(database, seconds):
+    """The URL of the database behind a proxy that lets each connection wait first."""
+
+    def forward(source, target):
+        while received := source.recv(65536):
+            target.sendall(received)
+        target.shutdown(socket.SHUT_WR)
+
+    def serve(client):
+        time.sleep(seconds)
+        server = socket.create_connection(("127.0.0.1", server_port))
+        with client, server, ThreadPoolExecutor() as ways:
+            ways.submit(forward, client, server)
+            ways.submit(forward, server, client)
+
+    server_port = int(re.search(r":(\d+)/", database)[1])
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as pool:
+        port = listener.getsockname()[1]
+        accepting = pool.submit(lambda: pool.submit(serve, listener.accept()[0]))
+        yield database.replace(f":{server_port}/", f":{port}/")
+        accepting.result(LIMIT)
+
+
+def test_url_may_allow_more_time_to_connect(database, store):
+    with slow_proxy(database, 4.6) as url, closing(store_on(f"{url}?connect_timeout=20")) as slow:
+        assert slow.list_tokens() == []
+        slow.create_project("ann", {})
 
 
 @contextmanager
@@ -347,6 +387,71 @@ def test_deletion_of_an_account_takes_along_what_is_being_made(database, store, 
     assert execute(database, "SELECT id FROM project") == []
 
 
+def test_only_one_of_two_restores_fills_the_database(database, another_database, open_store):
+    """Both have seen that it is empty, and wait for the tables."""
+    source, file = open_store(another_database), f"{another_database}-backup"
+    source.create_project("ann", {"name": "Park"})
+    source.add_token("ann", b"1")
+    backup(source.engine, file)
+    store = open_store()
+    engines = [store_on(database).engine for _ in range(2)]
+    with ThreadPoolExecutor() as pool:
+        with psycopg.connect(database) as other:
+            other.execute("LOCK TABLE account IN ROW EXCLUSIVE MODE")
+            restores = [pool.submit(restore, engine, file) for engine in engines]
+            wait_for(lambda: len(backends(database, WAITS)) == 2)
+        errors = [each.exception(LIMIT) for each in restores]
+    assert sorted(map(str, errors)) == ["None", "the database to fill is not empty"]
+    assert (len(store.list_accounts()), len(store.list_tokens())) == (1, 1)
+    assert store.list_projects("ann") == source.list_projects("ann")
+    for engine in engines:
+        engine.close()
+
+
+def test_restore_into_a_database_in_use_holds_up_nobody(database, another_database, open_store):
+    """It is refused before it waits for the lock, which another writer has."""
+    file = f"{another_database}-backup"
+    backup(open_store(another_database).engine, file)
+    store = open_store()
+    store.create_project("ann", {})
+    with psycopg.connect(database) as other:
+        other.execute("LOCK TABLE account IN ROW EXCLUSIVE MODE")
+        with fails(Unavailable, "not empty"):
+            restore(store.engine, file)
+
+
+def test_table_of_an_extension_is_none_of_another_program(database, open_store):
+    """As that of PostGIS."""
+    execute(database, "CREATE TABLE spatial_ref_sys (srid int)")
+    execute(database, "ALTER EXTENSION plpgsql ADD TABLE spatial_ref_sys")
+    open_store().create_project("ann", {})
+    with closing(store_on(database)) as store:
+        store.check()
+
+
+def test_sequence_that_is_used_up_is_one_line(database, store):
+    execute(database, "ALTER SEQUENCE token_id_seq MAXVALUE 2")
+    environment = environment_of(database)
+    for number in range(2):
+        store.add_token("ann", b"%d" % number)
+    refused = run(BIN / "flask", "token", "create", "bob", environment=environment, status=1)
+    assert refused.stderr.startswith("Error: ") and refused.stderr.count("\n") == 1
+    assert "reached maximum value of sequence" in refused.stderr
+
+
+HOSTS = {
+    "db1/gardening": "db1/gardening",
+    "u:Qz7wXk@db1:5433/gardening": "db1:5433/gardening",
+    "u@db1:5433,db2:5434/gardening": "db1:5433,db2:5434/gardening",
+    "u@db1,db2/gardening?port=6000": "db1:6000,db2:6000/gardening",
+}
+
+
+@pytest.mark.parametrize("url", HOSTS)
+def test_name_has_hosts_and_ports_but_no_user(url):
+    assert PostgreSQL(f"postgresql://{url}").name == f"postgresql://{HOSTS[url]}"
+
+
 def test_etag_that_postgresql_cannot_read_matches_nothing(database, store):
     app = create_app({"DATABASE": database})
     store.add_token("ann", digest("t"))
@@ -398,7 +503,9 @@ CREATE TRIGGER fail BEFORE UPDATE ON project FOR EACH ROW EXECUTE FUNCTION fail(
         ("42501", Unavailable),  # insufficient_privilege
         ("25006", Unavailable),  # read_only_sql_transaction
         ("40P01", Unavailable),  # deadlock_detected
+        ("2200H", Unavailable),  # sequence_generator_limit_exceeded
         ("3F000", Unavailable),  # invalid_schema_name
+        ("42P01", Unavailable),  # undefined_table
         ("42P07", Unavailable),  # duplicate_table
         ("58030", Unavailable),  # io_error
     ],
