@@ -75,7 +75,7 @@ def token_required(view: View) -> View:
         if caller is None:
             detail = "The token is unknown, expired or revoked: use another one."
             raise unauthorized(detail, ', error="invalid_token"')
-        # For the access log (RFC 3875 4.1.11): gunicorn.conf.py reads "{remote_user}e".
+        # For the access log (RFC 3875 4.1.11): gunicorn.conf.py reads it.
         request.environ["REMOTE_USER"] = f"{caller.account}/{caller.token_id}"
         return view(caller.account, **arguments)
 
