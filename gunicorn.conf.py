@@ -1,7 +1,6 @@
 """Settings for production; `gunicorn`, started in this folder, reads them by itself."""
 
 import os
-import re
 import subprocess
 import sys
 from datetime import timedelta
@@ -16,13 +15,13 @@ UNREAD_LIMIT = 64 * 1024  # bytes; gunicorn drains less than this of an unread b
 wsgi_app = "app:create_app()"
 bind = os.environ.get("GARDENING_BIND", "").strip() or "127.0.0.1:8000"
 worker_class = "gthread"
-# gunicorn's own variable counts, too, but an empty one makes it fail before it reads this file.
-setting = os.environ.get("GARDENING_WORKERS", "").strip() or os.environ.get("WEB_CONCURRENCY")
-# Two processes per core cost little, and make it less likely that one process has all of the
-# kept-alive connections.
-workers = setting or str(2 * (os.cpu_count() or 1))
-if not re.fullmatch("[1-9][0-9]*", workers):  # with 0, gunicorn would serve no connection
-    sys.exit("Error: GARDENING_WORKERS or WEB_CONCURRENCY must be a whole number, 1 or more")
+cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+if "WEB_CONCURRENCY" not in os.environ:  # which gunicorn reads by itself
+    # Two processes per core cost little, and make it less likely that one process has all of the
+    # kept-alive connections.
+    workers = 2 * cores
+elif int(os.environ["WEB_CONCURRENCY"]) == 0:  # gunicorn would start, and serve no connection
+    sys.exit("Error: WEB_CONCURRENCY must be a whole number, 1 or more")
 # Two, so that a write waiting for the disk does not hold up its process. With more, they contend
 # for the interpreter, and a mix of reads and writes gets slower.
 threads = 2

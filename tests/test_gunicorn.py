@@ -49,31 +49,34 @@ def open_connection(port):
     return socket.create_connection(("127.0.0.1", port), LIMIT)
 
 
-def test_environment_sets_the_address_and_the_number_of_workers(environment):
+def test_environment_sets_the_address(environment):
     settings = set_up(environment)
     assert settings["bind"] == "['127.0.0.1:8000']"
-    assert settings["workers"] == str(2 * os.cpu_count())
     # What the pages say of it, and no request shows.
     assert (settings["threads"], settings["keepalive"]) == ("2", "75")
     assert "keepalive_timeout 60s;" in (ROOT / "deploy/nginx.conf").read_text()  # less
     assert settings["control_socket_disable"] == "True"
     for empty in ("", " "):
-        changes = {"GARDENING_BIND": empty, "GARDENING_WORKERS": empty}
-        assert set_up(environment, **changes) == settings
-    changes = {"GARDENING_BIND": "0.0.0.0:8080", "GARDENING_WORKERS": "3"}
-    changed = set_up(environment, **changes, WEB_CONCURRENCY="5")
-    assert (changed["bind"], changed["workers"]) == ("['0.0.0.0:8080']", "3")
-    assert set_up(environment, WEB_CONCURRENCY="5")["workers"] == "5"
+        assert set_up(environment, GARDENING_BIND=empty) == settings
+    changed = set_up(environment, GARDENING_BIND="0.0.0.0:8080")
+    assert changed["bind"] == "['0.0.0.0:8080']"
 
 
-WRONG_NUMBERS = [("GARDENING_WORKERS", wrong) for wrong in ("0", "-1", "two", "1.5", "2 # cores")]
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="there is no affinity")
+def test_two_workers_start_for_each_core_that_may_be_used(environment):
+    cores = os.sched_getaffinity(0)
+    assert set_up(environment)["workers"] == str(2 * len(cores))
+    os.sched_setaffinity(0, [min(cores)])  # of this thread, and of what it starts
+    try:
+        assert set_up(environment)["workers"] == "2"
+        assert set_up(environment, WEB_CONCURRENCY="5")["workers"] == "5"
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
-@pytest.mark.parametrize("name, wrong", [*WRONG_NUMBERS, ("WEB_CONCURRENCY", "0")])
-def test_wrong_number_of_workers_is_refused_in_one_line(environment, name, wrong):
-    refused = run(BIN / "gunicorn", environment=environment | {name: wrong}, status=1)
-    form = "must be a whole number, 1 or more"
-    assert refused.stderr == f"Error: GARDENING_WORKERS or WEB_CONCURRENCY {form}\n"
+def test_no_workers_at_all_are_refused_in_one_line(environment):
+    refused = run(BIN / "gunicorn", environment=environment | {"WEB_CONCURRENCY": "0"}, status=1)
+    assert refused.stderr == "Error: WEB_CONCURRENCY must be a whole number, 1 or more\n"
 
 
 def test_prefix_does_not_come_from_a_header(environment, token):

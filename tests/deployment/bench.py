@@ -19,7 +19,7 @@ from helpers import running
 from helpers.running import PROJECTS, gunicorn, store_on
 
 ROUNDS = 10  # of a second for each kind of request
-WORKERS = f"--workers={2 * (os.cpu_count() or 1)}"  # as gunicorn.conf.py has it
+WORKERS = f"--workers={2 * len(os.sched_getaffinity(0))}"  # as gunicorn.conf.py has it
 EMPTY = "from flask import Flask\napp = Flask('empty')\napp.get('/')(lambda: '')\n"
 SCRIPT = """
 local requests, turn = {%s}, 0

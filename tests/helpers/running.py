@@ -36,7 +36,7 @@ if (
     or shutil.disk_usage(MEMORY).free < 2**31
 ):
     MEMORY = None
-ONE_WORKER = "GARDENING_WORKERS=1"  # each takes a third of a second to start
+ONE_WORKER = "WEB_CONCURRENCY=1"  # each takes a third of a second to start
 TWO_WORKERS = "--workers=2"  # where a test is about more than one
 LIMIT = 60  # seconds for whatever is no promise of a time, however slow the machine
 
