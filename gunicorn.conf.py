@@ -28,6 +28,8 @@ threads = 2
 keepalive = 75  # seconds, longer than the proxy's, so that the proxy closes first
 # gunicorn would take SCRIPT_NAME from a proxy, which may pass on a client's.
 forwarder_headers = ""
+# gunicorn would refuse a request in which two proxies in a row name different schemes.
+secure_scheme_headers: dict[str, str] = {}
 # Where the heartbeats of workers touch no disk.
 worker_tmp_dir = "/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else None
 limit_request_line = 8190  # bytes, as for each header, and as nginx takes

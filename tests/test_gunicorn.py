@@ -166,6 +166,11 @@ def test_request_line_may_have_8190_bytes(log):
         assert [line.split()[3] for line in lines] == [status] * bool(status)
 
 
+def test_proxies_in_a_row_may_name_different_schemes(log):
+    [line] = log(f"GET {HELLO} HTTP/1.1\r\nX-Forwarded-Proto: http\r\nX-Forwarded-Ssl: on")
+    assert line.split()[3] == "200"
+
+
 # gunicorn refuses a path with white space, or not in ASCII, without a line.
 @pytest.mark.parametrize(
     "text, count",
