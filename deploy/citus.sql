@@ -4,6 +4,7 @@
 \set ON_ERROR_STOP on
 \set QUIET on
 SET client_min_messages = warning;
+SET citus.node_connection_timeout = '30s';  -- that of the service is short
 DO $$ BEGIN
     IF to_regclass('project') IS NULL THEN
         RAISE 'There are no tables here: run "gardening init-db" first.';
@@ -20,7 +21,6 @@ ALTER TABLE part DROP CONSTRAINT part_account_project_fkey;
 SELECT create_distributed_table('account', 'name'),
     create_distributed_table('project', 'account', colocate_with => 'account'),
     create_distributed_table('part', 'account', colocate_with => 'account'),
-    create_distributed_table('idempotency_key', 'account', colocate_with => 'account'),
     create_reference_table('token') \g /dev/null
 ALTER TABLE part ADD FOREIGN KEY (account, project)
     REFERENCES project (account, id) ON DELETE CASCADE;

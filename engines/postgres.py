@@ -143,7 +143,7 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
     # under the locks, and sees the newest version (READ COMMITTED).
     DELETE = f"""
         WITH locked AS (
-            SELECT FROM account
+            SELECT name FROM account
             WHERE name = :account AND EXISTS (SELECT FROM project
                 WHERE id = :id AND account = :account AND {ETAG_IS_ALLOWED})
             FOR UPDATE),

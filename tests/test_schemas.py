@@ -78,7 +78,7 @@ def test_length_of_text_is_limited_in_characters():
         assert message == f"Longer than maximum length {len(text)}."
 
 
-@pytest.mark.parametrize("value", [1, True, ["x"], "a\n\0", "\ud800"])
+@pytest.mark.parametrize("value", [1, True, ["x"], "a\n\0", "\ud800", "a\udfff"])
 def test_text_is_a_unicode_string(value):
     texts = {"name": value, "postal_code": value}
     assert set(errors(texts)) == set(texts)

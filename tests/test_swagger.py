@@ -5,6 +5,7 @@ from pathlib import Path
 import flask_swagger_ui
 import pytest
 
+from commands import welcome
 from helpers.openapi import assert_problem
 from helpers.running import PROJECTS, Client, flask_run, gunicorn, hold_port, port_of
 
@@ -26,6 +27,18 @@ def test_flask_run_names_the_page_that_there_is(python, request):
             assert (f"    http://127.0.0.1:{port}/docs/\n" in printed) == has_page
     with flask_run(environment) as (_, printed):  # the port is not known yet
         assert "/docs/" not in "".join(printed)
+
+
+ADDRESSES = [
+    ("::1", None, "http://[::1]:5000/docs/"),
+    ("example.org", ("cert.pem", "key.pem"), "https://example.org:5000/docs/"),
+]
+
+
+@pytest.mark.parametrize("host, cert, address", ADDRESSES)
+def test_flask_run_names_the_page_by_its_host_and_scheme(app, capsys, host, cert, address):
+    welcome(app, host=host, port=5000, cert=cert)
+    assert f"    {address}\n" in capsys.readouterr().out
 
 
 def test_service_without_the_package_has_no_page(without_docs, token):

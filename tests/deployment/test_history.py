@@ -47,7 +47,7 @@ GOOD = [
     Call("GET", "/q", 4, 5, 200, Q2),
     Call("DELETE", "/p", 6, 8, 204),
     Call("GET", "", 6, 7, 200, [Q2], '"c"'),
-    Call("POST", "", 8, 9, 409, name="p1", key="p1"),
+    Call("POST", "", 7, 9, 201, P1 | {"id": "r"}, name="p1", key="p1"),
 ]
 BAD = {
     "lost update": [
@@ -72,7 +72,16 @@ BAD = {
     ],
     "two of one key": [
         Call("POST", "", 4, 5, 201, P1 | {"id": "r"}, name="p1", key="p1"),
-        "one POST or key, two Projects",
+        "one key, two Projects",
+    ],
+    "key that is free too early": [
+        Call("POST", "", 4, 5, 201, P1 | {"id": "r"}, name="p1", key="p1"),
+        Call("DELETE", "/p", 6, 7, 204),
+        "one key, two Projects",
+    ],
+    "two of one POST": [
+        Call("GET", "/r", 4, 5, 200, Q1 | {"id": "r"}),
+        "one write, two versions",
     ],
     "two lists of one ETag": [
         Call("GET", "", 2, 3, 200, [P1, Q1], '"a"'),
@@ -160,7 +169,7 @@ class Services:
 
         calls = record(self.ports, [token], cause)
         figures = Counter((call.method, call.status) for call in calls)
-        assert len(calls) > 200 and figures["PUT", 200] > 50
+        assert figures["PUT", 200] and figures["GET", 200] and figures["POST", 201]
         assert all(process.poll() is None for process in self.processes)
         return calls
 

@@ -19,7 +19,7 @@ from deployment.servers.pgserver import BINARIES, WAITS, backends, execute, sile
 from engines.backup import backup, restore
 from engines.engine import REQUEST_TIMEOUT, Acquisition
 from engines.errors import OutcomeUnknown, Unavailable
-from engines.postgres import PostgreSQL
+from engines.postgres import ClusterConnection, PostgreSQL
 from helpers.later_release import copy_later_release
 from helpers.running import (
     BIN,
@@ -33,7 +33,7 @@ from helpers.running import (
     wait_for,
 )
 from helpers.stores import REFUSED_BY_BREAKER, fails, lasts, refusal, result_after_unlock
-from store import NotFound, Page, Precondition, Stale, Store
+from store import AccountFull, KeyReused, NotFound, Page, Precondition, Stale, Store
 
 
 @pytest.fixture
@@ -137,6 +137,52 @@ def test_wrong_password_is_refused(database):
     check_refusal(refused.stdout + refused.stderr)
 
 
+# What a cluster does, as far as one server can show it
+
+
+@pytest.fixture
+def cluster_store(store, database):
+    """A store that talks to the server as to a cluster."""
+    with closing(store_on(database)) as cluster_store:
+        cluster_store.engine._connection_class = ClusterConnection
+        yield cluster_store
+
+
+def test_statements_for_a_cluster_do_what_those_for_one_server_do(cluster_store, store):
+    first = cluster_store.create_project("ann", {"name": "Park"}, "key")
+    assert cluster_store.create_project("ann", {"name": "Park"}, "key") == first
+    with pytest.raises(KeyReused):
+        cluster_store.create_project("ann", {}, "key")
+    small = Store(cluster_store.engine, max_projects=1)
+    with pytest.raises(AccountFull):
+        small.create_project("ann", {})
+    assert small.create_project("ann", {"name": "Park"}, "key") == first
+    changed = cluster_store.update_project("ann", first.id, {}, Precondition([first.etag]))
+    with pytest.raises(Stale):
+        cluster_store.delete_project("ann", first.id, Precondition([first.etag]))
+    assert store.get_project("ann", first.id) == changed
+    assert [account.projects for account in store.list_accounts()] == [1]
+    cluster_store.delete_project("ann", first.id)
+    assert [account.projects for account in store.list_accounts()] == [0]
+    assert len({first.id, cluster_store.create_project("ann", {}, "key").id}) == 2
+
+
+FAIL_AT_COMMIT = """
+CREATE FUNCTION fail() RETURNS trigger LANGUAGE plpgsql AS
+    $$BEGIN RAISE 'could not commit on at least one node'; END$$;
+CREATE CONSTRAINT TRIGGER fail AFTER UPDATE ON project
+    DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION fail()
+"""
+
+
+def test_commit_on_a_cluster_that_fails_is_in_doubt_whatever_the_error(cluster_store, database):
+    """Some nodes may have committed."""
+    id = cluster_store.create_project("ann", {}).id
+    execute(database, FAIL_AT_COMMIT)
+    with fails(OutcomeUnknown, "at least one node"):
+        cluster_store.update_project("ann", id, {})
+
+
 # Faults
 
 
@@ -199,7 +245,7 @@ def test_stopped_server_holds_nobody_up(database, pgserver, open_store):
 
 FIRST_USE = """
 import sys
-from engines.postgres import PostgreSQL
+from engines.postgres import ClusterConnection, PostgreSQL
 from store import Store
 Store(PostgreSQL(sys.argv[1])).find_caller(b"")
 """

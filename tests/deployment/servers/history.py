@@ -12,11 +12,11 @@ import json
 import random
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.client import HTTPException
-from itertools import accumulate, count, pairwise
+from itertools import accumulate, combinations, count, pairwise
 from math import inf
 from typing import Any, NamedTuple
 
@@ -79,12 +79,13 @@ class History:
         self.versions = defaultdict(dict)  # of each id, the Project by version
         self.first_seen = defaultdict(lambda: inf)
         self.writes = defaultdict(list)  # those that may have been made, by name and id
-        self.ids = {}  # by what the POST gave the Project as its postal code, for good
+        # Of the Projects, by what the POST gave each as its postal code, for good.
+        self.ids = defaultdict(set)
 
     def check(self):
         for call in self.calls:
             self.read(call)
-        names = set()
+        names = Counter()
         for id, versions in self.versions.items():
             self.check_versions(id, versions, names)
         for call in self.calls:
@@ -110,19 +111,19 @@ class History:
             by = {(call.method, call.path) for call in self.writes[project["name"]]}
             writer = ("POST", "") if version == 1 else ("PUT", f"/{id}")
             assert by == {writer}, f"refused, or written by nobody: {project}"
-            same = self.ids.setdefault(project["postal_code"], id)
-            assert same == id, f"one POST or key, two Projects: {project}"
-            assert project["name"] not in names, f"one write, two versions: {project}"
-            names.add(project["name"])
+            self.ids[project["postal_code"]].add(id)
+            name = project["name"]
+            names[name] += 1
+            assert names[name] <= len(self.writes[name]), f"one write, two versions: {project}"
         missing = set(range(1, max(versions))) - set(versions)
-        unseen = {call.name for call in self.writes[id]} - names - {None}
+        unseen = {call.name for call in self.writes[id]} - {*names, None}
         assert len(missing) <= len(unseen), f"a version is missing: {id}, {missing}"
 
     def check_write(self, call):
         """It made what it says, and of no other version than it named."""
         response = call.response
         if call.status == 201:
-            assert self.ids.get(call.key or call.name) == response["id"], "another's"
+            assert response["id"] in self.ids[call.key or call.name], "another's"
             assert call.key or response["version"] == 1, "not new"
         if call.status == 204:
             others = [each.status for each in self.writes[call.id]]
@@ -135,6 +136,11 @@ class History:
 
     def check_moments(self):
         began = {id: self.began(id) for id in self.versions}
+        for ids in self.ids.values():
+            for one, other in combinations(ids, 2):  # one was gone before the other was there
+                gone = began[one][GONE], began[other][GONE]
+                seen = self.first_seen[other], self.first_seen[one]
+                assert gone[0] <= seen[0] or gone[1] <= seen[1], "one key, two Projects"
         views = [(call, self.view(call, began)) for call in self.calls]
         ended = self.ended(views, began)
         for call, view in views:
@@ -179,8 +185,6 @@ class History:
         """The states of Projects that a response shows."""
         if call.status in (204, 404):
             return {call.id: GONE}
-        if call.status == 409:
-            return {self.ids[call.key]: GONE}
         if call.status == 304 and call.path.startswith("/"):
             return {call.id: version_of(call.condition)}
         if call.status == 304:
