@@ -6,8 +6,8 @@ false, "fail": ["lost", "429"]}; every field is optional. GET /test/tokens/TOKEN
 of its plan and the requests that came with it, PUT with {"fail": [...]} replaces the plan, and
 DELETE revokes the token.
 
-Ends on SIGTERM or SIGINT, or when its standard input closes, which must be open at the start. An
-input that is not a pipe, a socket or a terminal, such as /dev/null, never ends it.
+Ends on SIGTERM or SIGINT, or when the pipe at its standard input closes, which must be open at the
+start. Nothing else at its standard input ends it.
 """
 
 import argparse

@@ -11,7 +11,6 @@ import signal
 import socket
 import stat
 import sys
-from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -25,7 +24,7 @@ from testservice.failures import FailingService
 SETTINGS = Path(__file__).parent.parent / "gunicorn.conf.py"
 # What a worker asks for, but does not use without a main process.
 FROM_MAIN_PROCESS: dict[str, Any] = {"age": 0, "ppid": 0, "timeout": 0, "app": None}
-INPUT_IS_CLOSED = "the input is closed: add < /dev/null, and end the service by a signal"
+CLOSED = "the pipe at the input is closed: add < /dev/null, and end the service by a signal"
 
 
 class Server(ThreadWorker):
@@ -53,14 +52,12 @@ class Server(ThreadWorker):
             sys.exit(str(error))
 
     def is_parent_alive(self) -> bool:
-        """Whoever started the service may end first, as a shell that ran it with nohup does."""
+        """Whoever started the service may end first, as a shell that ran it with & does."""
         return True
 
     def init_signals(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, end)
-        # By default, it stops a job in the background that reads its terminal.
-        signal.signal(signal.SIGTTIN, signal.SIG_IGN)
 
     def finish_request(self, conn: Any, fs: Any) -> None:
         """Close in a thread: gunicorn's loop would wait 2 s for the client to close, too."""
@@ -70,17 +67,16 @@ class Server(ThreadWorker):
             self.tpool.submit(super().finish_request, conn, fs)
 
     def run(self) -> None:
-        """Say that the service responds, and serve until the signal or the end of the input."""
-        hangup = select.poll()
-        hangup.register(0, 0)  # a hangup is reported in any case
-        if hangup.poll(0) == [(0, select.POLLHUP)]:
-            sys.exit(INPUT_IS_CLOSED)
+        """Say that the service responds, and serve until the signal or the end of the pipe."""
+        pipe = pipe_at_input()
+        if any(events & select.POLLHUP for _, events in pipe.poll(0)):
+            sys.exit(CLOSED)
         token = self.wsgi.token_for({})["token"]
         try:
             print(json.dumps({"url": self._url, "token": token}), flush=True)
         except BrokenPipeError:  # nobody is left who would call it
             end()
-        Thread(target=end_with_input, args=[hangup], daemon=True).start()
+        Thread(target=end_with, args=[pipe], daemon=True).start()
         super().run()
 
 
@@ -96,16 +92,19 @@ def end(*_: object) -> None:
     os._exit(0)
 
 
-def end_with_input(hangup: select.poll) -> None:
-    """Wait until the input closes, and end. A file and /dev/null do not close."""
-    input, null = os.fstat(0), os.stat(os.devnull)
-    if stat.S_ISREG(input.st_mode) or input.st_rdev == null.st_rdev:
-        return
-    with suppress(OSError):
-        while os.read(0, 4096):
-            pass
-        end()
-    # It cannot be read now: it is non-blocking, or a terminal that has just closed or that another
-    # job reads.
-    hangup.poll()
+def pipe_at_input() -> select.poll:
+    """What polls the pipe at the standard input, or nothing if something else is there."""
+    pipe = select.poll()
+    # Without a standard input, the descriptor is that of some other file.
+    mode = os.fstat(0).st_mode if sys.stdin else 0
+    if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):  # Node.js gives a socket as a pipe
+        pipe.register(0, select.POLLIN)
+    return pipe
+
+
+def end_with(pipe: select.poll) -> None:
+    """Wait until the pipe closes, and end."""
+    # It may be non-blocking, so that a read would fail until there is something to read.
+    while pipe.poll() and os.read(0, 4096):
+        pass
     end()

@@ -1,24 +1,20 @@
-"""The test service: installed by pip in another team's project, at a terminal, beside nginx."""
+"""The test service: installed by pip in another team's project, and beside nginx."""
 
-import json
 import os
-import re
 import shlex
 import shutil
 import signal
 import socket
 import sys
-from pathlib import Path
 
 import pytest
 
 from deployment.servers.nginx import proxy
 from helpers.openapi import assert_problem
-from helpers.running import LIMIT, PROJECTS, ROOT, TLSClient, blocks, run, workers
-from helpers.testservice import call_projects
+from helpers.running import LIMIT, PROJECTS, ROOT, TLSClient, blocks, run
 from test_embedding import their_environment
 from test_failures import failing, own_parts
-from test_testservice import COMMAND, assert_printed, at_terminal, start
+from test_testservice import assert_printed, start
 
 PAGE = "docs/testing.md"
 OUR_NAMES = ("app", "auth", "commands", "schemas", "store", "testservice", "tests")
@@ -206,22 +202,6 @@ def test_example_in_node_prints_what_the_page_says(tmp_path, paths):
     node = ["node", "--input-type=module"]
     ended = run(*node, folder=tmp_path, environment=paths, input=example)
     assert (ended.stdout, ended.stderr) == (printed, "")
-
-
-# By a shell with job control, so that it may not read the terminal.
-IN_BACKGROUND = ["/bin/bash", "-mc", '"$@" & wait', "bash", *COMMAND]
-
-
-def test_job_in_the_background_is_not_stopped_by_its_terminal(start):
-    with at_terminal(start, IN_BACKGROUND) as (service, user):
-        ready = json.loads(user.readline())
-        [job] = workers(service.pid)
-        status = Path(f"/proc/{job}/status").read_text()
-        ignored = int(re.search(r"SigIgn:\s+(\w+)", status)[1], 16)
-        assert ignored >> (signal.SIGTTIN - 1) & 1
-        assert call_projects(**ready) == (200, [])
-        os.kill(job, signal.SIGTERM)
-        assert service.wait(LIMIT) == 0
 
 
 @pytest.mark.parametrize("host", ["[::1]", "[::]"])
