@@ -40,7 +40,7 @@ NOT_STARTED = [
 @pytest.mark.parametrize("command, reason, log", NOT_STARTED)
 def test_service_that_does_not_start_says_why(monkeypatch, capfd, command, reason, log):
     monkeypatch.setenv("GARDENING_TEST_SERVICE", command)
-    monkeypatch.setattr(client, "LIMIT", 1)
+    monkeypatch.setattr(client, "START_LIMIT", 1)
     raised = pytest.raises(RuntimeError, match=f"^The service did not {reason}$")
     with lasts(0, LIMIT), raised, run():
         pass
