@@ -3,7 +3,9 @@
 import os
 import pickle
 import signal
+import socket
 import sys
+import threading
 import uuid
 from functools import partial
 
@@ -14,6 +16,7 @@ from helpers.running import LIMIT, ROOT, workers
 from helpers.stores import lasts
 from helpers.testservice import call_projects, processes_still_running, refuses
 from testservice.gardening_service import client, run
+from testservice.server import url_of
 
 # What a user may have set, and what is not for the service.
 THEIRS = {"GARDENING_MAX_PROJECTS": "theirs", "WEB_CONCURRENCY": "theirs"}
@@ -55,6 +58,16 @@ def test_service_that_has_ended_says_so_at_the_next_call_and_at_the_end():
         assert refuses(service.url)
         with pytest.raises(RuntimeError, match=message):
             service.with_new_account()
+
+
+def test_service_that_is_silent_is_an_error_after_the_limit(monkeypatch):
+    monkeypatch.setattr(client, "LIMIT", 1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        closing = threading.Timer(5, silent.close)  # if nothing else ends the call
+        closing.start()
+        with pytest.raises(TimeoutError):
+            client.Service(url_of(silent)).with_new_account()
+        closing.cancel()
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
