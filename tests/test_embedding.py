@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import shlex
 import signal
 import socket
 import sys
@@ -15,7 +16,7 @@ from helpers import running
 from helpers.running import LIMIT, ROOT, workers
 from helpers.stores import lasts
 from helpers.testservice import call_projects, processes_still_running, refuses
-from testservice.gardening_service import client, run
+from testservice.gardening_service import COMMAND, client, run
 from testservice.server import url_of
 
 # What a user may have set, and what is not for the service.
@@ -58,6 +59,14 @@ def test_service_that_has_ended_says_so_at_the_next_call_and_at_the_end():
         assert refuses(service.url)
         with pytest.raises(RuntimeError, match=message):
             service.with_new_account()
+
+
+def test_shell_around_the_service_may_end_by_the_signal(monkeypatch):
+    script = f"cd {ROOT} && {shlex.join(COMMAND)}; true"
+    monkeypatch.setenv("GARDENING_TEST_SERVICE", shlex.join(["sh", "-c", script]))
+    with run() as service:
+        service.with_new_account()
+    assert refuses(service.url)
 
 
 def test_service_that_is_silent_is_an_error_after_the_limit(monkeypatch):

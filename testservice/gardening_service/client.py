@@ -8,6 +8,7 @@ import json
 import os
 import select
 import shlex
+import signal
 import subprocess  # by its module, since gevent replaces Popen in it
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -131,9 +132,10 @@ def run_service() -> Iterator[Service]:
             if not (ready := process.stdout.readline()):
                 raise RuntimeError("The service did not start.")
             yield Service(json.loads(ready)["url"])
-            if process.poll() is not None:
-                raise RuntimeError(ENDED)
+            # Not asked before whether it has ended: one that was just killed may still seem to run.
             process.terminate()
-            process.wait(LIMIT)
+            # The service ends with 0, and a shell around it by the signal.
+            if process.wait(LIMIT) not in (0, -signal.SIGTERM):
+                raise RuntimeError(ENDED)
         finally:
             process.kill()
