@@ -1,6 +1,7 @@
 """The test service: installed by pip in another team's project, and beside nginx."""
 
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -41,6 +42,19 @@ def test_modules_are_their_own():
     modules = (app, auth, commands, schemas, store, testservice)
     assert {module.OWNER for module in modules} == {"them"}
     assert not {"click", "flask"} & {*sys.modules}
+"""
+UNITTEST = """
+import unittest
+import gardening_service
+
+class SyncTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        {}
+
+    def test_sync(self):
+        gardening = self.service.with_new_account()
+        self.assertEqual(gardening.requests, [])
 """
 # Where SIGINT was ignored at the start, Python has not set its handler.
 ENDING_TEST = """
@@ -172,10 +186,12 @@ def paths(python, their_environment):
 
 
 @pytest.mark.parametrize("heading", ["pytest", "Failures"])
-def test_pytest_example_passes(python, tmp_path, paths, heading):
+def test_pytest_example_passes_also_behind_a_proxy(tmp_path, paths, heading):
     [example] = blocks(PAGE, heading, "python")
     (tmp_path / "test_example.py").write_text(example)
-    ended = run("pytest", folder=tmp_path, environment=paths)
+    [no_proxy] = re.findall("`(NO_PROXY)=(.+?)`", (ROOT / PAGE).read_text())
+    theirs = paths | {"HTTP_PROXY": "http://127.0.0.1:1", **dict([no_proxy])}
+    ended = run("pytest", folder=tmp_path, environment=theirs)
     assert "1 passed" in ended.stdout
 
 
@@ -188,9 +204,9 @@ def test_example_in_the_same_process_passes(python, clone, tmp_path):
     assert "1 passed" in ended.stdout
 
 
-def test_unittest_example_passes(python, tmp_path, paths):
-    [example] = blocks(PAGE, "unittest", "python")
-    (tmp_path / "test_example.py").write_text(example)
+def test_line_for_unittest_runs_the_service(python, tmp_path, paths):
+    [line] = re.findall("`(cls[.].+)`", (ROOT / PAGE).read_text())
+    (tmp_path / "test_example.py").write_text(UNITTEST.format(line))
     command = [python, "-Werror", "-m", "unittest"]
     ended = run(*command, folder=tmp_path, environment=paths)
     assert ended.stderr.endswith("\nOK\n")
