@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from urllib.request import urlopen
 
 import pytest
@@ -17,7 +17,6 @@ from helpers.running import (
     LIMIT,
     PROJECTS,
     ROOT,
-    at_once,
     hold_port,
     port_of,
     run,
@@ -248,21 +247,14 @@ def test_revoked_token_gets_401_and_is_forgotten(gardening):
         assert (status, problem["detail"]) == (404, "There is no such token.")
 
 
-def test_sixty_slow_requests_take_three_seconds_and_hold_up_nobody(gardening_service):
-    slow = [gardening_service.issue_token(fail=["slow"]) for _ in range(60)]
-    good = gardening_service.issue_token()
-
-    def seconds(number):
-        if number == 60:  # once all the others wait
-            wait_for(lambda: not any(map(gardening_service.left, slow)))
-        started = time.monotonic()
-        call_projects(gardening_service.url, [*slow, good][number])
-        return time.monotonic() - started
-
-    *waited, held_up = at_once(seconds, 61)
-    assert held_up < 2
-    assert 3 <= min(waited) < 4
-    assert max(waited) < 6  # which two rounds would take
+def test_sixty_slow_requests_hold_up_nobody(service):
+    ready = printed_by(service)
+    with ExitStack() as clients:
+        for _ in range(60):
+            slow = call_test_tokens(ready["url"], "POST", body={"fail": ["slow:300"]})[1]["token"]
+            client = clients.enter_context(connect(ready["url"], slow))
+            client.request("GET", PROJECTS, headers=client.authorization)
+        assert call_projects(**ready) == (200, [])
 
 
 @pytest.mark.parametrize("is_blocking", [True, False])
