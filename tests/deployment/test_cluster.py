@@ -26,12 +26,14 @@ from helpers.running import (
     PROJECTS,
     ROOT,
     TWO_WORKERS,
+    Client,
     environment_of,
     gunicorn,
     retry_while_unavailable,
     run,
     store_on,
     token_on,
+    wait_for,
 )
 from helpers.stores import RESPONSE_TIME, fails, lasts
 from store import Page
@@ -197,6 +199,8 @@ def services(nodes):
             options = [TWO_WORKERS, "--log-level=critical"]
             service = gunicorn(environment_of(url), *options)
             ports.append(running.enter_context(service)[1])
+            with Client(ports[-1], "x") as client:  # which waits until it has started
+                wait_for(lambda client=client: client.fetch("GET", "/health")[0] == 200)
         yield ports
 
 
