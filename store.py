@@ -117,10 +117,11 @@ class Store:
             project = connection.create_project(
                 account, id, columns, self._now(), self._max_projects
             )
-            if project is None:
+            if project is None and key is not None:
                 # Under the lock of the creation, so that nobody deletes the Project meanwhile.
                 first = connection.find_by_key(account, key)
-                connection.rollback()  # what was counted
+            if project is None:
+                connection.rollback()  # PostgreSQL may have counted it already
         if project is not None:
             return project
         if first is None:

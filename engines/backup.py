@@ -14,7 +14,7 @@ import click
 
 from engines.connection import Connection
 from engines.engine import COMMAND_TIMEOUT, Engine
-from engines.errors import Unavailable
+from engines.errors import OutcomeUnknown, Unavailable
 from engines.fields import FIELDS
 from engines.files import new_file
 from engines.migrations import EMPTY, incompatibility
@@ -88,7 +88,7 @@ def restore(engine: Engine, path: str) -> Restored:
     path = os.path.abspath(path)
     try:
         with scratch(engine.folder) as folder, closing(SQLite(f"{folder}/copy")) as copy:
-            copy_file(path, f"{folder}/copy")
+            copy_file(path, f"{folder}/copy")  # which the engine opens at its first use
             # Only now, so that a file that is not a backup creates nothing.
             if file := engine.missing_file():
                 # An interrupted restore must not leave an empty database: the service would start
@@ -116,7 +116,10 @@ def write_file(source: Engine, path: str) -> Sequence[int]:
         closing(SQLite(f"{folder}/copy")) as copy,
     ):
         copy.open_database(creates=True)
-        counts = copy_rows(source, copy)
+        try:
+            counts = copy_rows(source, copy)
+        except OutcomeUnknown as error:  # of the copy, which nobody will see
+            raise Unavailable(str(error)) from error
         copy.save(partial)
     return counts
 

@@ -72,16 +72,17 @@ class Connection(ABC):
         rows = self.fetch(self.GET, {"account": account, "id": id.replace("\0", "?")})
         return Project(*rows[0]) if rows else None
 
-    def find_by_key(self, account: str, key: str | None) -> KeyedProject | None:
+    def find_by_key(self, account: str, key: str) -> KeyedProject | None:
         """The account's Project that was created with this key."""
         rows = self.fetch(
             "SELECT id, fingerprint FROM project WHERE account = :account AND key = :key",
             {"account": account, "key": key},
         )
-        for id, fingerprint in rows:
-            if project := self.get_project(account, id):
-                return KeyedProject(project, fingerprint)
-        return None
+        if not rows:
+            return None
+        [(id, fingerprint)] = rows
+        project = self.get_project(account, id)
+        return project and KeyedProject(project, fingerprint)
 
     def list_projects(self, account: str, size: int, after: int, offset: int) -> ProjectPage:
         page = {"account": account, "size": size, "after": after, "offset": offset}
@@ -181,7 +182,7 @@ class Connection(ABC):
         """The rows of a statement, one by one, without holding all of them in memory."""
 
     def lock_out_writers(self) -> None:
-        """Let nobody else write until the transaction ends."""
+        """Let nobody else add anything until the transaction ends. By default, `begin` does so."""
 
     @abstractmethod
     def insert(self, table: str, columns: Iterable[str], rows: Iterable[Any]) -> None:

@@ -30,7 +30,8 @@ class Engine(ABC):
     def __init__(self) -> None:
         self.idle: dict[int, list[Connection]] = defaultdict(list)
         self.read_breaker, self.write_breaker = Breaker(), Breaker()
-        self._version: int | None = None  # of the schema, once a connection has looked
+        # The schema version that a connection finds; None until one has looked, and migrated.
+        self._version: int | None = None
         weakref.finalize(self, close_idle, self.idle)  # at exit at the latest
 
     @abstractmethod
@@ -58,7 +59,7 @@ class Engine(ABC):
     def missing_file(self) -> str | None:
         """Where a file is to be created for the database; None if there is one, or none is needed.
 
-        Raises Unavailable, OSError.
+        Creates the folder for it. Raises Unavailable, OSError.
         """
         return None
 

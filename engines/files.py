@@ -28,7 +28,8 @@ def new_file(path: str) -> Iterator[str]:
     folder = os.path.dirname(os.path.abspath(path))
     file, partial = tempfile.mkstemp(".partial", "gardening-", folder)
     try:
-        with open(file), suppress(OSError):  # as on NFS, where root is nobody
+        # It is closed at once. To give it away may fail, as on NFS, where root is nobody.
+        with open(file), suppress(OSError):
             if os.geteuid() == 0:  # the folder's owner, the service's user, gets the file
                 owner = os.stat(folder)
                 os.fchown(file, owner.st_uid, owner.st_gid)
@@ -78,7 +79,7 @@ class DatabaseFile:
             self.check_identity()
 
     def missing(self) -> str | None:
-        """Where to create the file, in a folder that is there; None if one was or is there.
+        """Where to create the file, whose folder is created here; None if one was or is there.
 
         Raises Unavailable, OSError.
         """
@@ -178,6 +179,6 @@ class Memory:
 
 
 def create_empty(path: str) -> None:
-    """Create an empty file, unless there is one."""
+    """Create an empty file, unless there is one. Root's belongs to the folder's owner."""
     with suppress(FileExistsError), new_file(path):
         pass

@@ -253,10 +253,7 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
                 stream.write_row(row)
 
     def advance_token_sequence(self) -> None:
-        # On a cluster, each node has a range of IDs of its own: see deploy/citus.sql. The maximum
-        # of a node's sequence is the first ID of the next node.
-        self.execute("""SELECT setval('token_id_seq', max(id)) FROM token, pg_sequence
-            WHERE seqrelid = 'token_id_seq'::regclass AND id >> 48 = seqmin >> 48""")
+        self.execute("SELECT setval('token_id_seq', max(id)) FROM token")
 
 
 class ClusterConnection(PostgreSQLConnection):
@@ -303,6 +300,12 @@ class ClusterConnection(PostgreSQLConnection):
                     obj_description('project'::regclass, 'pg_class')))""")
         return found
 
+    def advance_token_sequence(self) -> None:
+        # Each node has a range of IDs of its own, as in deploy/citus.sql. The maximum of a node's
+        # sequence is the first ID of the next node.
+        self.execute("""SELECT setval('token_id_seq', max(id)) FROM token, pg_sequence
+            WHERE seqrelid = 'token_id_seq'::regclass AND id >> 48 = seqmin >> 48""")
+
     def require_coordinator(self) -> None:
         [(found,)] = self.execute("SELECT citus_is_coordinator()")
         if not found:
@@ -343,7 +346,7 @@ class PostgreSQL(Engine):
             # The error is that of the last host. Only the time shows that one was silent.
             is_silent = time.monotonic() - started >= CONNECT_TIMEOUT
             raise (ServerTimeout if is_silent else Unavailable)(one_line(error)) from error
-        # Of the time to connect, no more counts than the default: a URL may allow more.
+        # A longer connect_timeout in the URL must not use up the request's deadline.
         started = max(started, time.monotonic() - CONNECT_TIMEOUT)
         connection.deadline = started + REQUEST_TIMEOUT
         try:

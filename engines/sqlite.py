@@ -105,7 +105,8 @@ class SQLiteConnection(sqlite3.Connection, Connection):
 
     def migrate(self, creates: bool, write_lock: AbstractContextManager[None]) -> int:
         found, is_wal = inspect(self)
-        if is_wal and not self.scripts_for(found, creates):
+        scripts = self.scripts_for(found, creates)  # before anything changes
+        if is_wal and not scripts:
             return found
         with write_lock:
             self.execute("PRAGMA journal_mode = WAL")  # which no transaction can set
@@ -248,7 +249,8 @@ class SQLite(Engine):
     def translate_error(self, error: BaseException, may_have_committed: bool) -> Unavailable | None:
         if isinstance(error, OSError):
             reason = error.strerror or str(error)
-            return Unavailable(f"{reason}: {self.name}")
+            is_beside = str(error.filename).startswith(self.name)  # the -lock
+            return Unavailable(f"{reason}: {error.filename if is_beside else self.name}")
         name = getattr(error, "sqlite_errorname", "")
         if not OUTAGE.match(name):
             return None

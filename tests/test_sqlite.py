@@ -133,6 +133,20 @@ def test_path_may_hold_any_character(tmp_path, name):
     assert (tmp_path / name).stat().st_size > 0
 
 
+@pytest.mark.parametrize("statement", ["CREATE TABLE theirs (x)", "VACUUM", "PRAGMA user_version"])
+def test_refused_file_is_left_to_the_byte(tmp_path, statement):
+    """Another program's, and an empty one that nobody has asked to fill."""
+    file = tmp_path / "theirs.db"
+    with closing(sqlite3.connect(file)) as theirs:
+        theirs.execute(statement)
+    before = file.read_bytes()
+    for creates in {False, statement.startswith("CREATE")}:
+        with pytest.raises(Unavailable):
+            SQLite(str(file)).open_database(creates)
+    assert file.read_bytes() == before
+    assert os.listdir(tmp_path) == ["theirs.db"]
+
+
 def test_database_may_have_a_link_for_its_name(tmp_path):
     link, file = tmp_path / "link.db", tmp_path / "file.db"
     link.symlink_to(file.name)
@@ -375,6 +389,17 @@ def test_file_that_may_only_be_read_is_unavailable_to_writers(open_store):
     assert printed == f"0\nUnavailable {reason}\n"
 
 
+def test_lock_that_cannot_be_opened_is_named(open_store):
+    with TemporaryDirectory(dir="/var/tmp") as folder:
+        os.chmod(folder, 0o777)
+        database = f"{folder}/gardening.db"
+        open_store(database).close()
+        os.chmod(database, 0o666)
+        os.chmod(f"{database}-lock", 0)
+        printed = attempt(database, "os.geteuid() or os.setuid(65534); write(store)")
+    assert printed == f"Unavailable Permission denied: {database}-lock\n"
+
+
 def test_file_in_a_folder_that_cannot_be_written_to_is_unavailable(open_store):
     """SQLite needs a -shm there, and would say that the file is read-only."""
     with TemporaryDirectory(dir="/var/tmp") as folder:
@@ -394,7 +419,7 @@ def test_process_that_may_open_no_more_files_is_unavailable_to_writers(database)
     printed = attempt(
         database, f"store.engine.open_database(creates=True); {no_more}; write(store)"
     )
-    assert printed == f"Unavailable Too many open files: {database}\n"
+    assert printed == f"Unavailable Too many open files: {database}-lock\n"
 
 
 def test_write_that_failed_before_it_was_sent_was_not_made(database, store):

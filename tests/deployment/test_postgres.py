@@ -32,7 +32,14 @@ from helpers.running import (
     store_on,
     wait_for,
 )
-from helpers.stores import REFUSED_BY_BREAKER, fails, lasts, refusal, result_after_unlock
+from helpers.stores import (
+    REFUSED_BY_BREAKER,
+    fails,
+    lasts,
+    plain_sql_on,
+    refusal,
+    result_after_unlock,
+)
 from store import AccountFull, KeyReused, NotFound, Page, Precondition, Stale, Store
 
 
@@ -452,6 +459,18 @@ def test_only_one_of_two_restores_fills_the_database(database, another_database,
     assert store.list_projects("ann") == source.list_projects("ann")
     for engine in engines:
         engine.close()
+
+
+def test_ids_of_tokens_go_on_after_those_of_a_cluster(database, another_database, open_store):
+    """Each of its nodes has a range of its own."""
+    source, file = open_store(another_database), f"{another_database}-backup"
+    source.add_token("ann", b"1")
+    with closing(plain_sql_on(another_database)) as plain_sql:
+        plain_sql.execute(f"UPDATE token SET id = {2**48 + 7}")
+    backup(source.engine, file)
+    store = open_store()
+    restore(store.engine, file)
+    assert store.add_token("ann", b"2") == 2**48 + 8
 
 
 def test_restore_into_a_database_in_use_holds_up_nobody(database, another_database, open_store):
