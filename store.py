@@ -118,7 +118,8 @@ class Store:
                 account, id, columns, self._now(), self._max_projects
             )
             if project is None and key is not None:
-                # Under the lock of the creation, so that nobody deletes the Project meanwhile.
+                # Under the lock of the creation (SQLite: the file's; PostgreSQL: the account's row),
+                # so that nobody deletes the Project meanwhile.
                 first = connection.find_by_key(account, key)
             if project is None:
                 connection.rollback()  # PostgreSQL may have counted it already

@@ -21,7 +21,7 @@ from engines.migrations import EMPTY, incompatibility
 from engines.sqlite import SQLite, inspect, raise_if_full
 
 # The columns of each table, in the order in which a restore fills them: `project` precedes `part`,
-# which refers to it, and `account`, which is counted last.
+# which refers to it.
 COLUMNS = {
     "token": ("id", "account", "digest", "created_at", "expires_at"),
     "project": (*FIELDS, "account", "seq", "key", "fingerprint"),

@@ -16,7 +16,7 @@ class Breaker:
     """
 
     def __init__(self) -> None:
-        # Who comes earlier is refused: on the clock of time.monotonic(); None while it is closed.
+        # Until then everybody is refused, on the clock of time.monotonic(); None: it is closed.
         self._retry_at: float | None = None
 
     def admit(self) -> None:

@@ -142,7 +142,8 @@ class Connection(ABC):
     def migrate(self, creates: bool, write_lock: AbstractContextManager[None]) -> int:
         """Bring the tables up to date, or with `creates` create them; leave alone what is not ours.
 
-        Returns the schema version that was found. Raises Unavailable: see scripts_for.
+        The lock is entered only if something changes. Returns the schema version that was found.
+        Raises Unavailable: see scripts_for.
         """
 
     @abstractmethod

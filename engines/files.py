@@ -26,13 +26,13 @@ def new_file(path: str) -> Iterator[str]:
     if os.path.lexists(path):  # to fail before the work; `give_name` decides
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
     folder = os.path.dirname(os.path.abspath(path))
-    file, partial = tempfile.mkstemp(".partial", "gardening-", folder)
+    descriptor, partial = tempfile.mkstemp(".partial", "gardening-", folder)
     try:
-        # It is closed at once. To give it away may fail, as on NFS, where root is nobody.
-        with open(file), suppress(OSError):
-            if os.geteuid() == 0:  # the folder's owner, the service's user, gets the file
-                owner = os.stat(folder)
-                os.fchown(file, owner.st_uid, owner.st_gid)
+        if os.geteuid() == 0:  # the folder's owner, the service's user, gets the file
+            owner = os.stat(folder)
+            with suppress(OSError):  # as on NFS, where root may be nobody
+                os.fchown(descriptor, owner.st_uid, owner.st_gid)
+        os.close(descriptor)
         yield partial
         sync(partial)
         give_name(partial, path)
@@ -49,7 +49,11 @@ def give_name(partial: str, path: str) -> None:
         os.link(partial, path)
     except OSError:  # the name is taken, or the file system has no links, as on a USB stick
         os.close(os.open(path, os.O_CREAT | os.O_EXCL))
-        os.rename(partial, path)
+        try:
+            os.rename(partial, path)
+        except BaseException:
+            os.unlink(path)  # it is empty
+            raise
 
 
 def sync(path: str) -> None:

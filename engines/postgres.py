@@ -50,7 +50,7 @@ OUTAGES = (
 # The comment on the table of Projects, with the schema version.
 MARK = "Gardening Project Service, schema version "
 # The encoding; and the schema version in the mark, or FOREIGN if there is any table but those of
-# extensions, or EMPTY. Before release 1.0.0, the mark was worded otherwise.
+# extensions, or EMPTY. The mark may have any wording: before release 1.0.0 it had another one.
 INSPECT = f"""
 SELECT current_setting('server_encoding'), coalesce(
     substring(obj_description(to_regclass('project'), 'pg_class')
@@ -184,7 +184,7 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
             self.set_timeouts(seconds)
 
     def is_usable(self) -> bool:
-        """Also starts the deadline of the request."""
+        """Also starts the deadline of what it is acquired for."""
         self.deadline = time.monotonic() + REQUEST_TIMEOUT
         # Input that nobody asked for nearly always means that the server has closed the connection.
         return not self._has_input(0)
@@ -301,8 +301,8 @@ class ClusterConnection(PostgreSQLConnection):
         return found
 
     def advance_token_sequence(self) -> None:
-        # Each node has a range of IDs of its own, as in deploy/citus.sql. The maximum of a node's
-        # sequence is the first ID of the next node.
+        # Node n has the IDs from n << 48 on: see deploy/citus.sql. The maximum of its sequence is
+        # the first ID of the next node.
         self.execute("""SELECT setval('token_id_seq', max(id)) FROM token, pg_sequence
             WHERE seqrelid = 'token_id_seq'::regclass AND id >> 48 = seqmin >> 48""")
 

@@ -249,8 +249,8 @@ class SQLite(Engine):
     def translate_error(self, error: BaseException, may_have_committed: bool) -> Unavailable | None:
         if isinstance(error, OSError):
             reason = error.strerror or str(error)
-            is_beside = str(error.filename).startswith(self.name)  # the -lock
-            return Unavailable(f"{reason}: {error.filename if is_beside else self.name}")
+            is_lock = str(error.filename).endswith("-lock")
+            return Unavailable(f"{reason}: {error.filename if is_lock else self.name}")
         name = getattr(error, "sqlite_errorname", "")
         if not OUTAGE.match(name):
             return None

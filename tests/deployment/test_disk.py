@@ -124,6 +124,17 @@ def test_folder_that_cannot_be_synced_fails_nothing(store, database, file, tmp_p
     assert os.path.exists(file)
 
 
+def test_backup_that_cannot_get_its_name_leaves_no_file(store, database, file, tmp_path):
+    """On a file system without links, where an empty file takes the name first."""
+    faults = ["inject=link,linkat:error=EPERM", "inject=rename:error=EIO"]
+    command = ["strace", "-f", "-qq", "-o", "/dev/null", "-e", "trace=link,linkat,rename"]
+    command += [word for fault in faults for word in ("-e", fault)]
+    backup = [BIN / "flask", "backup", file]
+    failed = run(*command, *backup, environment=environment_of(database), status=1)
+    assert failed.stderr == f"Error: Input/output error: {file}\n"
+    assert not os.path.exists(file)
+
+
 def test_files_that_root_cannot_give_away_are_written_all_the_same(tmp_path):
     """As on NFS, where root may be nobody."""
     folder = tmp_path / "data"
