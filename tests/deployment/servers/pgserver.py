@@ -42,7 +42,11 @@ if os.geteuid() == 0:
     AS_SERVER += ["--inh-caps=+dac_override", "--ambient-caps=+dac_override"]
     AS_SERVER += ["--securebits=+no_setuid_fixup"]  # or access(2) would disregard it
 # Clears up once the tests let go of its input, even by kill -9.
-KEEPER = 'read _; "$0" stop -D "$1/data" -m immediate; rm -rf "$1"'
+KEEPER = """read _
+kill -CONT "$(head -n 1 "$1/data/postmaster.pid")"
+"$0" stop -D "$1/data" -m immediate
+rm -rf "$1"
+"""
 # Any role but the superuser needs its password.
 ACCESS = """
 host all,replication postgres 127.0.0.1/32 trust
