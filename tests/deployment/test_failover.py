@@ -1,6 +1,7 @@
 """What happens to the service when PostgreSQL is killed, restarted, replaced or silent."""
 
 import json
+import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,8 @@ from typing import NamedTuple
 
 import pytest
 
+from deployment.servers.history import check, record
+from deployment.servers.patroni import Node, all_is_well, database_url, start_nodes
 from deployment.servers.pgserver import backends, execute, silence, start_pgserver
 from engines.errors import OutcomeUnknown, Unavailable
 from helpers.openapi import HELLO
@@ -137,3 +140,53 @@ def test_silent_server_does_not_make_everybody_wait_in_turn(postgresql_to_break)
     # Two try at a time. A stall of the whole machine makes many others as slow, once.
     assert median(response.seconds for response in late) < 1
     assert {response.status for response in called_after(back + 3)} == {200}
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    if not shutil.which("etcd"):
+        pytest.skip("needs etcd, from Debian's package etcd-server")
+    with start_nodes() as nodes:
+        yield nodes
+
+
+@pytest.mark.parametrize("fault", [Node.killed, Node.silent, Node.switched_over])
+def test_failover_loses_no_acknowledged_write(nodes, fault):
+    wait_for(lambda: all_is_well(nodes))
+    database = database_url(nodes, "postgres")
+    token, other_token = (token_on(database, f"{fault.__name__} {n}") for n in range(2))
+    moments = []
+
+    def writes_are_acknowledged():
+        with Client(port, other_token) as client:
+            return client.call("POST", PROJECTS, {})[0] == 201
+
+    def fail_over():
+        time.sleep(1)  # without a fault
+        [primary] = [node for node in nodes if node.has_role("primary")]
+        others = [node for node in nodes if node is not primary]
+        with fault(primary):
+            wait_for(lambda: any(node.has_role("primary") for node in others))
+            wait_for(writes_are_acknowledged)
+            time.sleep(1)
+            moments.append(time.monotonic())
+        wait_for(lambda: all_is_well(nodes))
+        moments.append(time.monotonic())
+        time.sleep(1)
+
+    with gunicorn(environment_of(database), "--log-level=critical") as (_, port):
+        wait_for(writes_are_acknowledged)
+        calls = record([port], [token], fail_over, seconds=0)
+    back, well = moments
+
+    def is_checked(call):
+        """Not what a primary reads that was silent, until Patroni stops it."""
+        may_be_stale = fault is Node.silent and call.start < well and call.end > back
+        return not may_be_stale or call.status in (None, 503) or is_acknowledged_write(call)
+
+    assert sum(map(is_acknowledged_write, calls)) > 100
+    check(list(filter(is_checked, calls)))
+
+
+def is_acknowledged_write(call):
+    return (call.method, call.status) in [("POST", 201), ("PUT", 200), ("DELETE", 204)]

@@ -108,7 +108,7 @@ class PgServer:
         os.kill(postmaster, signal.SIGSTOP)  # or it would tell clients of the crash
 
         def are_gone() -> bool:
-            processes = self._processes()
+            processes = self.processes()
             for process in sorted(processes, key=postmaster.__eq__):  # it comes last
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
@@ -119,7 +119,7 @@ class PgServer:
         subprocess.run(["ipcrm", "-m", shared_memory], check=True, timeout=10)
         file.unlink()
 
-    def _processes(self) -> list[int]:
+    def processes(self) -> list[int]:
         """Each has a session of its own, but all work in the folder of the data."""
         found = []
         for link in Path("/proc").glob("[0-9]*/cwd"):
@@ -131,7 +131,7 @@ class PgServer:
     @contextmanager
     def standby(self) -> Iterator["PgServer"]:
         """A streaming copy; from now on each commit here waits for it."""
-        with _folder(self.binaries) as standby:
+        with empty_pgserver(self.binaries) as standby:
             source = ["-h", "127.0.0.1", "-p", str(self.port), "-U", "postgres"]
             standby.invoke("pg_basebackup", *source, "-R", "-c", "fast", "--no-sync")
             standby.configure(port=standby.port, synchronous_standby_names="")
@@ -146,7 +146,7 @@ class PgServer:
 
 
 @contextmanager
-def _folder(binaries: Path) -> Iterator[PgServer]:
+def empty_pgserver(binaries: Path) -> Iterator[PgServer]:
     """A server without data yet, with a folder and a port of its own."""
     with tempfile.TemporaryDirectory(prefix="postgresql-", dir=MEMORY) as name:
         folder = Path(name).resolve()
@@ -170,7 +170,7 @@ def _folder(binaries: Path) -> Iterator[PgServer]:
 @contextmanager
 def start_pgserver(binaries: Path | None = None, **settings: object) -> Iterator[PgServer]:
     """A primary with these settings; its databases are UTF-8 in the C locale."""
-    with _folder(binaries or BINARIES[0]) as primary:
+    with empty_pgserver(binaries or BINARIES[0]) as primary:
         options = ["-U", "postgres", "-E", "UTF8", "--locale=C", "--no-sync"]
         primary.invoke("initdb", *options)
         (primary.folder / "data/pg_hba.conf").write_text(ACCESS)
@@ -238,10 +238,16 @@ def backends(database, condition="true"):
 def silence(server, database):
     """The server accepts connections, and says nothing."""
     postmaster = (server.folder / "data/postmaster.pid").read_text().split()[0]
-    stopped = [int(postmaster), *backends(database)]
+    with stop([int(postmaster), *backends(database)]):
+        yield
+
+
+@contextmanager
+def stop(processes):
+    """The processes do nothing, and go on in the end."""
 
     def send(number):
-        for pid in stopped:
+        for pid in processes:
             with suppress(ProcessLookupError):  # its connection was just closed
                 os.kill(pid, number)
 
