@@ -61,7 +61,7 @@ NUMBERS = count(1)
 
 @dataclass(frozen=True)
 class PgServer:
-    """A server that `invoke("pg_ctl", …)` starts, stops, restarts, reloads or promotes."""
+    """A server that `invoke("pg_ctl", …)` starts, stops, restarts or reloads."""
 
     binaries: Path
     folder: Path
