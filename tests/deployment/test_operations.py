@@ -18,7 +18,6 @@ from helpers.running import LIMIT, PROJECTS, ROOT, blocks, replaced, run, wait_f
 
 PAGE = "docs/operations.md"
 SERVERS = "docs/servers.md"
-LITESTREAM = "docs/litestream.md"
 POSTGRESQL = "docs/postgresql.md"
 DEPLOY = ROOT / "deploy"
 CLUSTER = next(Path("/usr/lib/postgresql").glob("*/bin"), Path("/usr/lib/postgresql/bin"))
@@ -48,7 +47,7 @@ def srv(tmp_path_factory):
     ignored = shutil.ignore_patterns(".*", "__pycache__", "instance")
     shutil.copytree(ROOT, folder / "gardening", ignore=ignored)
     pinned = (ROOT / "tests/deployment/requirements.txt").read_text()
-    packages = re.findall(r"(?m)^(?:psycopg|litestream).*==\S+", pinned)
+    packages = re.findall(r"(?m)^psycopg.*==\S+", pinned)
     packages.append(f"--requirement={ROOT}/requirements.txt")
     # By the machine's Python, which may be another one than that of the tests.
     run("python3", "-m", "venv", folder / "venv", environment=os.environ | ENVIRONMENT)
@@ -176,8 +175,8 @@ def test_unit_has_few_rights_and_keeps_its_data_to_itself(machine, unit):
 
 def test_systemd_accepts_every_unit(machine):
     machine.paste("cd /opt/gardening/deploy && cp *.service *.timer /run/")
-    verify = "systemd-analyze verify /run/*.service /run/*.timer 2>&1"
-    assert "gardening" not in machine.paste(f"{verify} | grep -v litestream || true")
+    verify = "systemd-analyze verify /run/*.service /run/*.timer 2>&1 || true"
+    assert "gardening" not in machine.paste(verify)
 
 
 def test_service_writes_under_its_restrictions(machine, empty_account):
@@ -589,75 +588,6 @@ def test_metrics_are_sent_once_the_setting_is_there(machine, saved_settings):
     assert curl(machine, "/health")[0] == 200
     sent = "gardening.gunicorn.request.status.200:1|c"
     wait_for(lambda: sent in machine.paste("cat /tmp/received"))
-
-
-@pytest.fixture
-def litestream(machine):
-    """Litestream beside the service, as its page has it."""
-    paste_twice(machine, block("Install", page=LITESTREAM))
-    yield
-    machine.paste("systemctl disable --now gardening-litestream")
-
-
-def test_copy_of_litestream_loses_a_second_at_most(machine, empty_account, litestream):
-    add_project(machine, empty_account, "Park")
-    [project] = curl(machine, PROJECTS, token=empty_account)[1]
-    address = f"http://127.0.0.1:8000{PROJECTS}/{project['id']}"
-    headers = f"-H 'Content-Type: application/json' -H 'Authorization: Bearer {empty_account}'"
-    machine.paste("sleep 1.1 && date -u +%FT%TZ >/tmp/moment && sleep 1.1")
-    machine.paste(
-        f"while curl -fs -X PUT {headers} -d '{{}}' {address}; do date +%s.%N >&3; done"
-        " >/dev/null 3>/tmp/acknowledged & sleep 2; date +%s.%N >/tmp/killed;"
-        "systemctl kill --signal=KILL gardening-litestream;"
-        "systemctl stop gardening-litestream gardening"
-    )
-    moment, killed, *times = machine.paste("cat /tmp/moment /tmp/killed /tmp/acknowledged").split()
-    safe = [time for time in times if float(time) < float(killed) - 1]
-    assert safe
-
-    def version(save):
-        machine.paste(save)
-        machine.paste(restore_later())
-        assert machine.paste(f"stat --format='%U %a' {DATABASE}") == "gardening 600\n"
-        [project] = curl(machine, PROJECTS, token=empty_account)[1]
-        return project["version"]
-
-    save = block("Restore", page=LITESTREAM)
-    newest = machine.paste(block("Watch", "ltx", page=LITESTREAM)).split()[-1]
-    assert newest > moment
-    assert version(save) > len(safe)
-    assert version(replaced(save, {" -o ": f" -timestamp {moment} -o "})) == 1
-
-
-def test_litestream_copies_what_a_backup_has_restored(
-    machine, no_backups, empty_account, litestream
-):
-    order = "systemctl show --property=Before --value gardening-litestream"
-    assert "gardening.service" in machine.paste(order).split()  # stops after it
-    add_project(machine, empty_account, "kept")
-    machine.paste("systemctl start gardening-backup")
-    add_project(machine, empty_account, "lost")
-    machine.paste(restore_later())
-    assert machine.paste("systemctl is-active gardening-litestream") == "active\n"
-    add_project(machine, empty_account, "since")
-    # And Litestream with it, which copies what is left.
-    machine.paste("systemctl stop gardening")
-    save = block("Restore", page=LITESTREAM)
-    machine.paste(save)
-    machine.paste(restore_later())
-    assert names(machine, empty_account) == ["kept", "since"]
-    machine.paste(block("Watch", "rm -rf", page=LITESTREAM))
-    assert machine.paste("systemctl is-active gardening-litestream") == "active\n"
-
-    # Another machine takes over, of which Litestream has copied nothing.
-    add_project(machine, empty_account, "last")
-    machine.paste("systemctl stop gardening; systemctl disable gardening-litestream")
-    machine.paste("rm -rf /var/lib/gardening/.[!.]* /var/lib/gardening/*")
-    machine.paste("gardening init-db && systemctl start gardening")
-    *install, start = block("Install", page=LITESTREAM).splitlines()
-    for script in ("\n".join(install), save, restore_later(), start):
-        machine.paste(script)
-    assert names(machine, empty_account) == ["kept", "since", "last"]
 
 
 def test_projects_move_to_postgresql_and_back(machine, empty_account, saved_settings):
