@@ -17,7 +17,6 @@ from deployment.servers.nginx import HOST
 from helpers.running import LIMIT, PROJECTS, ROOT, blocks, replaced, run, wait_for
 
 PAGE = "docs/operations.md"
-SERVERS = "docs/servers.md"
 POSTGRESQL = "docs/postgresql.md"
 DEPLOY = ROOT / "deploy"
 CLUSTER = next(Path("/usr/lib/postgresql").glob("*/bin"), Path("/usr/lib/postgresql/bin"))
@@ -146,15 +145,15 @@ def no_backups(machine):
     machine.paste(f"find {BACKUPS} -mindepth 1 -delete")
 
 
-def add_setting(machine, start, page=PAGE):
+def add_setting(machine, start):
     """Add the setting of the page that starts like this, and restart the service."""
-    [setting] = re.findall(f"`({start}[^`]*)`", (ROOT / page).read_text())
+    [setting] = re.findall(f"`({start}[^`]*)`", (ROOT / PAGE).read_text())
     machine.paste("cat >> /etc/gardening.env", input=f"{setting}\n")
     machine.paste("systemctl restart gardening")
 
 
-def main_pid(machine, unit="gardening"):
-    return machine.paste(f"systemctl show --property=MainPID --value {unit}").strip()
+def main_pid(machine):
+    return machine.paste("systemctl show --property=MainPID --value gardening").strip()
 
 
 def test_first_token_is_one_of_the_service(machine):
@@ -540,41 +539,6 @@ def test_origin_of_the_page_is_allowed_behind_its_prefix(machine, saved_settings
         f"until {request} >/tmp/response && {found}; do sleep 0.1; done; cat /tmp/response"
     )
     assert "HTTP/2 200" in printed
-
-
-def test_middleware_of_the_operator_wraps_the_service(machine, saved_settings):
-    [both] = blocks(SERVERS, "Your own middleware", "python")
-    machine.paste("install -d -m 755 /etc/gardening")
-    for path, content in re.findall("(?m)^# (/etc/\\S+)\n((?:(?!# ).*\n)+)", both):
-        machine.paste(f"umask 022; cat > {path}", input=content)
-    add_setting(machine, "GUNICORN_CMD_ARGS=--config", SERVERS)
-    assert curl(machine, "/health") == (200, {"status": "ok"})
-    logged = "journalctl -u gardening | grep -F \"PATH: '/health'\" || true"
-    wait_for(lambda: machine.paste(logged))
-    # The settings of the service hold: the log has the request as always.
-    assert '"-" "GET /health" 200' in machine.paste("journalctl -u gardening -n 99")
-
-
-def test_service_runs_without_systemd(machine, empty_account):
-    add_project(machine, empty_account, "Park")
-    script = block("Without systemd", page=SERVERS)
-    machine.paste("cat > /run/start", input=script)
-    start = "systemd-run --quiet --unit=supervised sh /run/start"  # some supervisor
-    health = "curl -fs --retry 5 --retry-connrefused http://127.0.0.1:8000/health"
-    machine.paste("systemctl stop gardening")
-    try:
-        machine.paste(f"{start} && {health}")
-        # The supervisor's own process is gunicorn's, so signals reach it.
-        started = machine.paste(f"cat /proc/{main_pid(machine, 'supervised')}/comm")
-        assert started == "gunicorn\n"
-        assert names(machine, empty_account) == ["Park"]
-        assert "`.venv/bin/flask init-db`" in (ROOT / SERVERS).read_text()
-        command = ".venv/bin/flask token create ann"
-        changes = {"exec ": "", ".venv/bin/gunicorn": command}
-        token = machine.paste(replaced(script, changes))
-        assert names(machine, token.splitlines()[-1]) == ["Park"]
-    finally:
-        machine.paste("systemctl stop supervised && systemctl start gardening")
 
 
 def test_metrics_are_sent_once_the_setting_is_there(machine, saved_settings):
