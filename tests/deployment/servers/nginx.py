@@ -33,14 +33,6 @@ def lines_of_the_page(pattern: str) -> str:
     return lines
 
 
-def configuration() -> str:
-    """deploy/nginx.conf, with HTTP/2 as this nginx wants it."""
-    text = (ROOT / "deploy/nginx.conf").read_text()
-    if re.search(r"/1\.2[0-4]\.", run(PROGRAM, "-v").stderr):  # before the directive
-        text = replaced(text, {" ssl;": " ssl http2;", "http2 on;": ""})
-    return text
-
-
 class Proxy(NamedTuple):
     """The ports of a running nginx."""
 
@@ -76,7 +68,7 @@ def proxy(
         (snippets / "gardening-cors.conf").write_text(cors)
     places = certify(folder)
     served = replaced(
-        configuration(),
+        (deploy / "nginx.conf").read_text(),
         places
         | {
             "/etc/nginx/snippets/": f"{snippets}/",
