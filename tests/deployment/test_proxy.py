@@ -278,6 +278,29 @@ def test_short_list_is_not_compressed(tls_client):
     assert "Content-Encoding" not in headers
 
 
+def test_only_lists_and_what_the_page_loads_are_compressed(tmp_path):
+    """Whatever else has their names in its path."""
+    changes = {
+        "proxy_pass http://gardening;": "default_type application/json; return 200 '[1, 2, 3]';",
+        "gzip_min_length 4096": "gzip_min_length 0",
+    }
+    compressed = {
+        **dict.fromkeys([PROJECTS, f"{PROJECTS}?page=0", "/openapi.json"], "gzip"),
+        **dict.fromkeys(["/docs/", "/docs/files/swagger-ui.css", "/docs/../docs/"], "gzip"),
+        **dict.fromkeys([f"{PROJECTS}/docs/", f"{PROJECTS}/openapi.json", f"{PROJECTS}/"]),
+        **dict.fromkeys(["/x/docs/y", f"/docs/..{PROJECTS}/5f0c", f"/x{PROJECTS}", "/docs"]),
+    }
+    with (
+        nginx.proxy(tmp_path, 1, changes) as proxy,
+        TLSClient(proxy.port, "x") as client,
+    ):
+        found = {}
+        for path in compressed:
+            _, headers, _ = client.fetch("GET", path, Accept_Encoding="gzip")
+            found[path] = headers["Content-Encoding"]
+    assert found == compressed
+
+
 @pytest.mark.parametrize("path, status", [(PROJECTS, 200), ("/%7Ex", 404)])
 def test_response_has_the_id_that_both_logs_have(tls_client, proxy, service, path, status):
     found, headers, _ = tls_client.fetch("GET", path, X_Request_Id="of the client")
