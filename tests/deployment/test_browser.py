@@ -1,4 +1,4 @@
-"""The page /docs/ in a browser, alone and behind nginx."""
+"""The page /docs/ in a browser, alone and below a prefix of another site."""
 
 import json
 import shutil
@@ -6,7 +6,7 @@ import shutil
 import pytest
 from playwright.sync_api import sync_playwright
 
-from deployment.servers.nginx import HOST, proxy
+from deployment.servers.nginx import HOST, another_site
 from helpers.running import PROJECTS, Client, gunicorn
 
 # The headless shell is the same browser without its windows, and takes less time.
@@ -15,7 +15,7 @@ CHROMIUM = shutil.which("chromium-headless-shell") or shutil.which("chromium")
 
 @pytest.fixture
 def upstream(environment):
-    with gunicorn(environment | {"GARDENING_PREFIX": "/garden"}) as (_, port):
+    with gunicorn(environment) as (_, port):
         yield port
 
 
@@ -25,8 +25,8 @@ def base(request, upstream, tmp_path):
     if request.param == "alone":
         yield f"http://127.0.0.1:{upstream}"
     else:
-        with proxy(tmp_path, upstream) as nginx:
-            yield f"https://{HOST}:{nginx.port}/garden"
+        with another_site(tmp_path, upstream) as port:
+            yield f"http://{HOST}:{port}/garden"
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def docs(tab, base):
     assert wrong == []
 
 
-@pytest.mark.parametrize("base", ["alone", "nginx"], indirect=True)
+@pytest.mark.parametrize("base", ["alone", "below a prefix"], indirect=True)
 def test_address_leads_to_a_page_that_calls_the_service(docs, base, token, upstream):
     assert docs.url == f"{base}/docs/"
     assert docs.evaluate("window.innerWidth") == 390

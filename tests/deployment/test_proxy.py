@@ -12,6 +12,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
+from urllib.parse import urljoin
 
 import pytest
 
@@ -358,6 +359,26 @@ def test_ipv6_network_may_send_as_much_as_an_ipv4_address(service, tmp_path):
         assert statuses_from(proxy.port, ["2001:db8:a:c::1"]) == [404]
         short = [f"2001:db8::{n:x}" for n in range(110)]
         assert Counter(statuses_from(proxy.port, short)) == {404: 101, 429: 9}
+
+
+def test_api_works_below_a_prefix_of_another_site(service, account, tmp_path):
+    with nginx.another_site(tmp_path, service.port) as port, Client(port, account) as client:
+        projects = f"/garden{PROJECTS}"
+        for path in ("/", "/gardens", PROJECTS):
+            assert client.fetch("GET", path)[::2] == (200, b"another site")
+        status, headers, content = client.ask("POST", projects, {"name": "x"})
+        project_url = urljoin(projects, headers["Location"])
+        assert (status, project_url) == (201, f"{projects}/{json.loads(content)['id']}")
+        etag = {"If_Match": headers["ETag"], "Accept_Encoding": "gzip"}
+        assert client.ask("GET", project_url, Accept_Encoding="gzip")[2] == content
+        assert client.ask("PUT", project_url, {}, **etag)[0] == 200
+        client.call("POST", projects, {})
+        _, headers, _ = client.ask("GET", f"{projects}?size=1")
+        link = urljoin(projects, headers["Link"].split(">")[0].strip("<"))
+        status, page = client.call("GET", link)
+        assert (status, len(page["projectList"])) == (200, 1)
+        assert client.fetch("GET", f"{projects}/%C3%A9%20x")[0] == 404
+    wait_for(lambda: f'"GET {PROJECTS}/%C3%A9%20x" 404' in service.log.read_text())
 
 
 def test_headers_of_every_response_keep_browsers_to_https_and_to_the_origin(tls_client, proxy):

@@ -78,6 +78,25 @@ def proxy(
         }
         | (changes or {}),
     )
+    with running(folder, served) as ports:
+        yield Proxy(*ports, folder / "access.log")
+
+
+@contextmanager
+def another_site(folder: Path, upstream: int) -> Iterator[int]:
+    """The port of a site of its own, with the page's location for a prefix pasted into it."""
+    [location] = blocks("docs/operations.md", "A prefix", "nginx")
+    location = replaced(location, {"127.0.0.1:8000": f"127.0.0.1:{upstream}"})
+    site = "gzip_types *; gzip_min_length 0; location / { return 200 'another site'; }"
+    with running(
+        folder, f"server {{ listen 80; server_name {HOST}; {site}\n{location} }}"
+    ) as ports:
+        yield ports[0]
+
+
+@contextmanager
+def running(folder: Path, configuration: str) -> Iterator[list[int]]:
+    """nginx with these servers: the ports of their lines `listen`."""
     with ExitStack() as listeners:
         ports, descriptors = [], []
 
@@ -88,10 +107,10 @@ def proxy(
             descriptors.append(listener.fileno())
             return f"listen 127.0.0.1:{ports[-1]}{found[1]};"
 
-        served = re.sub(r"\blisten \[::\]:.*?;", "", served)
-        served = re.sub(r"\blisten \d+(.*?);", listen, served)
+        configuration = re.sub(r"\blisten \[::\]:.*?;", "", configuration)
+        configuration = re.sub(r"\blisten \d+(.*?);", listen, configuration)
         user = "user root;" if os.getuid() == 0 else ""
-        framed = FRAME.format(folder=folder, user=user, configuration=served)
+        framed = FRAME.format(folder=folder, user=user, configuration=configuration)
         (folder / "nginx.conf").write_text(framed)
         process = subprocess.Popen(
             [PROGRAM, "-p", folder, "-e", "stderr", "-c", folder / "nginx.conf"],
@@ -99,7 +118,7 @@ def proxy(
             pass_fds=descriptors,
         )
     try:
-        yield Proxy(*ports, folder / "access.log")
+        yield ports
     finally:
         process.terminate()
         process.wait(LIMIT)
