@@ -229,9 +229,9 @@ def openings(path):
     return found
 
 
-def wait_for(condition):
+def wait_for(condition, limit=LIMIT):
     """What the condition returns, once that is true."""
-    deadline = time.monotonic() + LIMIT
+    deadline = time.monotonic() + limit
     while not (found := condition()):
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from helpers.running import LIMIT, ONE_WORKER, wait_for
 
+LONG = 10 * LIMIT  # seconds: a boot and an installation take long on a busy machine
 HOME = os.path.expanduser("~root")
 ENVIRONMENT = {"HOME": HOME, "PATH": "/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
 # The folder $0 has the root of the machine, and what overlayfs keeps. The folder $1 becomes the
@@ -68,7 +69,7 @@ class Machine:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=LIMIT,
+            timeout=LONG,
             check=False,
         )
         assert ended.returncode == status, ended.stdout
@@ -95,8 +96,8 @@ def start_machine(folder, environment):
     ):
         try:
             children = Path(f"/proc/{unshare.pid}/task/{unshare.pid}/children")
-            pid = int(wait_for(children.read_text))
-            wait_for(lambda: Path(f"/proc/{pid}/comm").read_text() == "systemd\n")
+            pid = int(wait_for(children.read_text, LONG))
+            wait_for(lambda: Path(f"/proc/{pid}/comm").read_text() == "systemd\n", LONG)
             new = Machine(pid, environment)
 
             def has_started():
@@ -104,7 +105,7 @@ def start_machine(folder, environment):
                 state = "systemctl is-system-running || true"
                 return new.paste(state).strip() in ("running", "degraded")
 
-            wait_for(has_started)
+            wait_for(has_started, LONG)
             yield new
         finally:
             unshare.kill()
