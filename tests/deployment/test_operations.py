@@ -454,12 +454,25 @@ def test_newest_14_backups_are_kept_and_all_of_them_after_a_failure(machine, no_
     before = machine.paste(NOW).strip()
     machine.paste("systemctl start gardening-backup")
     after = machine.paste(NOW).strip()
-    kept = machine.paste(f"ls {BACKUPS}").split()
-    dated = [name for name in kept if name != "mine.db"]
-    assert len(dated) == len(kept) - 1 == 14
+    *dated, mine = machine.paste(f"ls {BACKUPS}").split()
+    assert (len(dated), mine) == (14, "mine.db")
     assert before <= dated[-1] <= after
     owner = machine.paste(f"stat --format='%U %a' {BACKUPS}/{dated[-1]}")
     assert owner == "gardening 600\n"
+
+
+def test_next_backup_deletes_what_one_that_was_killed_has_left(machine, no_backups):
+    old = "gardening-1.partial gardening-2.partial-journal gardening-3.partial/copy"
+    machine.paste(
+        f"cd {BACKUPS} && mkdir gardening-3.partial && touch {old} gardening-of-me.db"
+        " && chown -R gardening . && touch --date='25 hours ago' gardening-*"
+        " && touch gardening-4.partial"  # of a backup under way
+        " && install -d gardening-5.partial/root && touch --date='25 hours ago' gardening-5.partial"
+    )
+    machine.paste("systemctl start gardening-backup")
+    dated, *kept = machine.paste(f"ls {BACKUPS}").split()
+    assert re.fullmatch(r"20[\d-]+T\d+Z\.db", dated)
+    assert kept == ["gardening-4.partial", "gardening-5.partial", "gardening-of-me.db"]
 
 
 def test_backups_are_made_every_night(machine):
