@@ -331,6 +331,40 @@ def test_install_finds_the_service_wherever_it_listens(machine, saved_settings):
         assert '"GET /health" 200' in logged
 
 
+# In place of Debian's: no package is there, and one of the two commands fails.
+NO_PACKAGES = """
+cat >/run/bin/dpkg <<<'#!/bin/false'
+cat >/run/bin/apt-get <<<'#!/bin/sh
+echo "$@" >>/run/called
+[ "$1" != "$FAILS" ]'
+chmod +x /run/bin/*
+"""
+
+
+@pytest.mark.parametrize("fails", ["update", "install", "none"])
+def test_install_ends_when_packages_cannot_be_installed(machine, fails):
+    machine.paste(f"mkdir -p /run/bin && rm -f /run/called && {NO_PACKAGES}")
+    process, path = workers(machine), f"/run/bin:{ENVIRONMENT['PATH']}"
+    status = 1 if fails != "none" else 0
+    install = "/opt/gardening/deploy/install"
+    printed = machine.paste(install, status=status, PATH=path, FAILS=fails)
+    assert ("Not installed." in printed, workers(machine) == process) == (status, status)
+    called = ["update", "install --yes curl dbus iproute2 python3-venv"]
+    assert machine.paste("cat /run/called").splitlines() == called[: 1 if fails == "update" else 2]
+
+
+def test_install_from_a_clone_that_git_refuses_creates_no_database(machine):
+    machine.paste(f"systemctl stop gardening && mv {DATABASE} {DATABASE}-lost")
+    machine.paste("chown nobody /opt/gardening")
+    try:
+        printed = machine.paste("/opt/gardening/deploy/install", status=128)
+        assert "dubious ownership" in printed
+        machine.paste(f"ls {DATABASE}", status=2)
+    finally:
+        machine.paste("chown root /opt/gardening")
+        machine.paste(f"mv {DATABASE}-lost {DATABASE} && systemctl start gardening")
+
+
 def test_install_keeps_settings_and_creates_no_database(machine, saved_settings):
     machine.paste("sed -i s/gardening.db/gardning.db/ /etc/gardening.env")
     machine.paste("systemctl stop gardening")
