@@ -312,12 +312,12 @@ def test_changed_unit_is_installed_and_in_effect(machine):
 
 # Lines of /etc/gardening.env, each of which is in effect in place of those above it.
 ADDRESSES = [
-    'GARDENING_BIND = "unix:/var/lib/gardening/socket" \r',
+    'GARDENING_BIND = "unix:/run/gardening/socket" \r',
     "GARDENING_BIND=:8001",
     "GARDENING_BIND=localhost",
     "GARDENING_BIND=[::1]",
     "GARDENING_BIND=[::]:8001",
-    "GUNICORN_CMD_ARGS=--bind=127.0.0.1:8002 --bind=unix:/var/lib/gardening/socket",
+    "GUNICORN_CMD_ARGS=--bind=127.0.0.1:8002 --bind=unix:/run/gardening/socket",
 ]
 
 
@@ -329,6 +329,36 @@ def test_install_finds_the_service_wherever_it_listens(machine, saved_settings):
         machine.paste(install, http_proxy="http://127.0.0.1:9")
         logged = machine.paste("journalctl -u gardening -n 1 --output=cat")
         assert '"GET /health" 200' in logged
+
+
+def test_nginx_reaches_the_service_at_a_unix_socket(machine, token_of_ann, saved_settings):
+    text = (ROOT / PAGE).read_text()
+    [setting, server] = re.findall("`([^`]*unix:/run/gardening/[^`]*)`", text)
+    machine.paste("cat >> /etc/gardening.env", input=f"{setting}\n")
+    conf = "/etc/nginx/conf.d/gardening.conf"
+    machine.paste(f"cp {conf} /run/ && sed -i 's|server 127.*|{server}|' {conf}")
+    try:
+        machine.paste("systemctl restart gardening nginx")
+        assert curl_through_the_proxy(machine, PROJECTS, token=token_of_ann)[0] == 200
+    finally:
+        machine.paste(f"cp /run/gardening.conf {conf} && systemctl restart nginx")
+
+
+def test_database_in_another_folder_needs_the_setting_of_the_page(machine, saved_settings):
+    [writable] = re.findall("`(ReadWritePaths=)FOLDER`", (ROOT / PAGE).read_text())
+    folder, drop_in = "/var/local/gardening", "gardening{,-backup}.service.d/folder.conf"
+    machine.paste(f"install -d -m 700 -o gardening {folder}")
+    machine.paste("cat >> /etc/gardening.env", input=f"FLASK_DATABASE={folder}/garden.db\n")
+    machine.paste("gardening init-db && ! systemctl restart gardening")
+    machine.paste(
+        "cd /etc/systemd/system && mkdir -p gardening-backup.service.d && "
+        f"tee {drop_in} <<<'[Service]\n{writable}{folder}' && systemctl daemon-reload"
+    )
+    try:
+        machine.paste("systemctl start gardening gardening-backup")
+        assert curl(machine, "/health")[0] == 200
+    finally:
+        machine.paste(f"cd /etc/systemd/system && rm {drop_in} && systemctl daemon-reload")
 
 
 # In place of Debian's: no package is there, and one of the two commands fails.
