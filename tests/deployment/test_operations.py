@@ -455,31 +455,46 @@ def test_newest_dated_backup_is_restored_which_can_be_undone(machine, no_backups
 
 
 NEWEST = f"{BACKUPS}/2098-01-01T000000Z.db"
-REFUSED = {  # by what creates the backup: what is said of it
-    f"install -m 600 /etc/hostname {NEWEST}": "",
-    f"echo nonsense > {NEWEST} && chown gardening {NEWEST}": "file is not a database",
-}
 
 
-@pytest.mark.parametrize("creation, words", REFUSED.items(), ids=["of root", "nonsense"])
-def test_refused_restore_is_undone(machine, no_backups, empty_account, creation, words):
+def test_refused_restore_is_undone(machine, no_backups, empty_account):
     add_project(machine, empty_account, "Park")
-    machine.paste(creation)
+    machine.paste(f"echo nonsense > {NEWEST} && chown gardening {NEWEST}")
     printed = machine.paste(restore_later(), status=1)
-    assert "Error: " in printed and words in printed
+    assert "Error: " in printed and "file is not a database" in printed
     assert "no database at" in machine.paste("journalctl -u gardening -n 20")
     old = machine.paste(f"{OLD}echo $OLD").strip()
     paste_twice(machine, f"OLD={old}\n{UNDO}")
     assert names(machine, empty_account) == ["Park"]
 
 
-@pytest.mark.parametrize("creation", ["true", f"install -o gardening /dev/null {NEWEST}"])
-def test_restore_without_a_backup_stops_nothing(machine, no_backups, empty_account, creation):
-    process = machine.paste("systemctl show --property=MainPID gardening")
+NO_BACKUP = {  # by what creates it: what is said of it
+    "true": "",
+    f"install -o gardening /dev/null {NEWEST}": "",
+    f"install -m 600 /etc/hostname {NEWEST}": "Permission denied",
+}
+
+
+@pytest.mark.parametrize("creation, words", NO_BACKUP.items(), ids=["none", "empty", "of root"])
+def test_restore_without_a_backup_stops_nothing(
+    machine, no_backups, empty_account, creation, words
+):
+    process = main_pid(machine)
     machine.paste(creation)
-    machine.paste(RESTORE)
-    assert machine.paste("systemctl show --property=MainPID gardening") == process
+    assert words in machine.paste(RESTORE)
+    assert main_pid(machine) == process
     assert names(machine, empty_account) == []
+
+
+def test_backup_of_another_machine_is_restored(machine, no_backups, empty_account):
+    add_project(machine, empty_account, "Park")
+    machine.paste("systemctl start gardening-backup")
+    machine.paste(f"mv {BACKUPS}/20* /root/2098-01-01T000000Z.db && chown root /root/2098*")
+    add_project(machine, empty_account, "lost")
+    [copy] = re.findall("`(install .* BACKUP .*)`", (ROOT / PAGE).read_text())
+    machine.paste(f"cd && {replaced(copy, {'BACKUP': '2098*'})}")
+    machine.paste(restore_later())
+    assert names(machine, empty_account) == ["Park"]
 
 
 @pytest.mark.parametrize("seconds", [0.1, 0.2, 0.25, 0.3, 0.35, 0.4, 0.8])
