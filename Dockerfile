@@ -1,4 +1,5 @@
-FROM python:3.14-slim AS service
+ARG PYTHON=python:3.14-slim
+FROM ${PYTHON} AS service
 
 RUN useradd --uid 10001 --home-dir /data gardening \
     && install --directory --owner gardening --group gardening --mode 700 /data

@@ -6,13 +6,26 @@ import re
 import shlex
 import shutil
 import sqlite3
+import subprocess
 import sys
-from contextlib import closing
+import threading
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
-from helpers.running import BIN, LIMIT, PROJECTS, ROOT, Client, blocks, gunicorn, run, token_on
+from helpers.running import (
+    BIN,
+    LIMIT,
+    PROJECTS,
+    ROOT,
+    Client,
+    blocks,
+    gunicorn,
+    hold_port,
+    run,
+    token_on,
+)
 
 PAGE = "docs/container.md"
 COMPOSE = BIN / "docker-compose"
@@ -21,7 +34,7 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text().replace("\\\n", "")
 
 def test_image_needs_no_compiler(tmp_path):
     """Each pin has a wheel for the Python of the image, which is a slim one."""
-    [version] = re.findall(r"(?m)^FROM python:(3\.\d+)-slim AS", DOCKERFILE)
+    [version] = re.findall(r"(?m)^ARG PYTHON=python:(3\.\d+)-slim$", DOCKERFILE)
     [given] = re.findall(r"(--requirement .*psycopg\S+)", DOCKERFILE)
     pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--target", tmp_path]
     wheels = ["--only-binary=:all:", f"--python-version={version}"]
@@ -90,6 +103,43 @@ def test_compose_file_confines_the_service_and_fits_the_image():
     assert service["stop_grace_period"] == "40s"  # gunicorn itself waits for 30
     log = service["logging"]["options"]
     assert (log["max-size"], log["max-file"]) == ("10m", "5")  # 50 MB
+
+
+def test_service_runs_as_a_user_without_a_name(environment, token):
+    """As the page has it for another user."""
+    assert "`user: UID:GID`" in (ROOT / PAGE).read_text()
+    with hold_port() as holder:
+        port = holder.getsockname()[1]
+        environment |= {"GARDENING_BIND": f"127.0.0.1:{port}"}
+        # Root's files belong to this user, and nobody has its number.
+        command = ["unshare", "--map-user=12345", BIN / "gunicorn"]
+        with started(command, environment), Client(port, token) as client:
+            assert client.call("GET", PROJECTS) == (200, [])
+
+
+def test_service_listens_on_the_port_of_the_platform(environment, token):
+    [command] = re.findall("`(sh -c '.*PORT.*')`", (ROOT / PAGE).read_text())
+    environment["PATH"] = f"{BIN}:{environment['PATH']}"
+    with hold_port() as holder:
+        port = holder.getsockname()[1]
+        environment |= {"PORT": str(port)}
+        with started(shlex.split(command), environment), Client(port, token) as client:
+            assert client.call("GET", PROJECTS) == (200, [])
+
+
+@contextmanager
+def started(command, environment):
+    """gunicorn, which this command starts and which listens by now."""
+    options = {"cwd": ROOT, "env": environment, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **options) as process:
+        limit = threading.Timer(LIMIT, process.kill)
+        limit.start()
+        try:
+            assert any("Listening at" in line for line in process.stderr)
+            yield
+        finally:
+            limit.cancel()
+            process.terminate()
 
 
 def in_volume(volume, block):
