@@ -93,7 +93,10 @@ def test_compose_file_confines_the_service_and_fits_the_image():
     file = ROOT / "deploy/compose.yaml"
     printed = run(COMPOSE, "--file", file, "config", "--format=json").stdout
     service = json.loads(printed)["services"]["gardening"]
+    assert service["restart"] == "unless-stopped"
     assert service["read_only"] and service["tmpfs"] == ["/tmp"]
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
     [volume] = service["volumes"]
     assert (volume["type"], volume["target"]) == ("volume", "/data")
     assert "FLASK_DATABASE=/data/gardening.db " in DOCKERFILE
