@@ -161,8 +161,9 @@ def test_files_that_root_creates_belong_to_the_owner_of_the_folder(tmp_path):
     assert os.stat(database).st_uid == 0  # what is there is left as it is
 
 
-def test_gunicorn_starts_where_nobody_can_write_to_dev_shm():
-    """As with --read-only in a container."""
-    script = f"mount -t tmpfs -o ro none /dev/shm && {BIN}/gunicorn --print-config"
+@pytest.mark.parametrize("options, folder", [("ro", "None"), ("rw", "/dev/shm")])
+def test_heartbeats_touch_no_disk_where_there_is_memory(options, folder):
+    """With --read-only, a container has none that gunicorn could write to."""
+    script = f"mount -t tmpfs -o {options} none /dev/shm && {BIN}/gunicorn --print-config"
     printed = run("unshare", "--mount", "sh", "-c", script).stdout
-    assert re.search(r"(?m)^worker_tmp_dir += None$", printed)
+    assert re.search(rf"(?m)^worker_tmp_dir += {folder}$", printed)
