@@ -97,6 +97,7 @@ def test_first_call_and_tokens_print_what_the_readme_says(clone):
 
 
 def test_gunicorn_starts_as_the_readme_says(clone):
+    run(BIN / "flask", "init-db", folder=clone)  # `flask run` comes before it on the page
     [script] = blocks("README.md", "In production")
     free_port = {"GARDENING_BIND": "127.0.0.1:0"}
     with running(script, clone, "Using worker", **free_port) as printed:
