@@ -346,7 +346,7 @@ def kill_worker(machine):
 
 
 # The last lines of releases. The first cannot be loaded; the second can, but not use the database.
-BROKEN = ["import nothing_of_this_name", "Store.check = lambda self: no_such_layout()"]
+BROKEN = ["import nothing_of_this_name", "Store.check = lambda self: no_such_name()"]
 
 
 def upgrade_later():
