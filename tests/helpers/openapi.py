@@ -22,7 +22,7 @@ ELSEWHERE = {404: PROBLEM, 405: PROBLEM | {"headers": PROBLEM["headers"] | ALLOW
 
 def title_of(status):
     """RFC 9110's phrase; those of Python differ from version to version."""
-    titles = {413: "Content Too Large", 414: "URI Too Long", 422: "Unprocessable Content"}
+    titles = {413: "Content Too Large", 422: "Unprocessable Content"}
     return titles.get(status, HTTPStatus(status).phrase)
 
 
