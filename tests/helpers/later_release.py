@@ -4,7 +4,6 @@ Its migrations show what CONTRIBUTING.md says of a new table.
 """
 
 from engines.migrations import SCHEMA_VERSION
-from helpers.running import replaced
 from helpers.testservice import copy_service
 
 TABLE = """CREATE TABLE zone (
@@ -34,16 +33,13 @@ def copy_later_release(folder, *, is_slow=False):
     """A copy of the service in this new folder, with the next schema version."""
     folder.mkdir()
     copy_service(folder)
-    migrations = folder / "engines/migrations.py"
     later = SCHEMA_VERSION + 1
     on_sqlite = SQLITE + [SLOW_ON_SQLITE] * is_slow
     on_postgresql = POSTGRESQL + [SLOW_ON_POSTGRESQL] * is_slow
-    changes = {
-        f"SCHEMA_VERSION = {SCHEMA_VERSION}": f"SCHEMA_VERSION = {later}",
-        "SQLITE: Migrations = {}": f"SQLITE: Migrations = {{{later}: {on_sqlite!r}}}",
-        "POSTGRESQL: Migrations = {}": f"POSTGRESQL: Migrations = {{{later}: {on_postgresql!r}}}",
-    }
-    migrations.write_text(replaced(migrations.read_text(), changes))
+    with open(folder / "engines/migrations.py", "a") as file:
+        file.write(f"SCHEMA_VERSION = {later}\n")
+        file.write(f"SQLITE = {{**SQLITE, {later}: {on_sqlite!r}}}\n")
+        file.write(f"POSTGRESQL = {{**POSTGRESQL, {later}: {on_postgresql!r}}}\n")
     for name, statements in {"sqlite.sql": SQLITE, "postgresql.sql": POSTGRESQL}.items():
         with open(folder / "engines" / name, "a") as file:
             file.writelines(f"{statement};\n" for statement in statements)
