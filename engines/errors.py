@@ -1,4 +1,4 @@
-"""What an engine raises for an outage: an error that an operator can fix, or a retry get past."""
+"""What an engine raises for an outage."""
 
 
 class Unavailable(Exception):
