@@ -90,7 +90,7 @@ def restore(engine: Engine, path: str) -> Restored:
         with scratch(engine.folder) as folder, closing(SQLite(f"{folder}/copy")) as copy:
             copy_file(path, f"{folder}/copy")  # which the engine opens at its first use
             # Only now, so that a file that is not a backup creates nothing.
-            if file := engine.missing_file():
+            if file := engine.prepare_file():
                 # An interrupted restore must not leave an empty database: the service would start
                 # on it.
                 return Restored(True, *write_file(copy, file))

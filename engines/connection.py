@@ -119,7 +119,10 @@ class Connection(ABC):
         return bool(self.fetch(self.DELETE, change_parameters(account, id, condition)))
 
     def needs_transaction(self, has_key: bool) -> bool:
-        """Whether one change, perhaps the creation of a Project with a key, is a transaction."""
+        """Whether a change, perhaps the creation of a Project with a key, has to be a transaction.
+
+        By default it is one statement, which changes all or nothing.
+        """
         return False
 
     def scripts_for(self, version: int, creates: bool) -> list[str]:
@@ -164,6 +167,9 @@ class Connection(ABC):
 
     @abstractmethod
     def close(self) -> None: ...
+
+    def start_deadline(self) -> None:
+        """Limit the time for what an idle connection is acquired for."""
 
     def is_usable(self) -> bool:
         """Whether an idle connection can serve another request."""

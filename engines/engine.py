@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from engines.breaker import Breaker
 from engines.connection import Connection, Parameters, Rows
 from engines.errors import Unavailable
-from engines.migrations import EMPTY, SCHEMA_VERSION
+from engines.migrations import EMPTY
 
 REQUEST_TIMEOUT = 4.5  # seconds for a statement or a transaction of a request
 COMMAND_TIMEOUT = 3600  # seconds for what an operator asks for
@@ -30,8 +30,7 @@ class Engine(ABC):
     def __init__(self) -> None:
         self.idle: dict[int, list[Connection]] = defaultdict(list)
         self.read_breaker, self.write_breaker = Breaker(), Breaker()
-        # The schema version that a connection finds; None until one has looked, and migrated.
-        self._version: int | None = None
+        self._is_migrated = False  # once a first connection has looked
         weakref.finalize(self, close_idle, self.idle)  # at exit at the latest
 
     @abstractmethod
@@ -56,10 +55,10 @@ class Engine(ABC):
         """What a writer holds while it writes. By default, nothing."""
         return nullcontext()
 
-    def missing_file(self) -> str | None:
-        """Where a file is to be created for the database; None if there is one, or none is needed.
+    def prepare_file(self) -> str | None:
+        """Create the folder for a missing file, and return the path for that file.
 
-        Creates the folder for it. Raises Unavailable, OSError.
+        None if there is a file, or none is needed. Raises Unavailable, OSError.
         """
         return None
 
@@ -70,13 +69,13 @@ class Engine(ABC):
         whether it was created. Raises Unavailable.
         """
         try:
-            connection, found = self.connect(creates)
+            connection, is_new = self.connect(creates)
         except BaseException as error:
             if outage := self.translate_error(error, may_have_committed=False):
                 raise outage from error
             raise
         self.idle[os.getpid()].append(connection)
-        return found == EMPTY
+        return is_new
 
     def check(self) -> None:
         """Raises Unavailable if the database cannot be read now."""
@@ -104,8 +103,8 @@ class Engine(ABC):
     ) -> Iterator[Connection]:
         """A connection for one change, or with `seconds` for a transaction that may take this long.
 
-        `has_key` says that the change creates a Project with a key. Raises Unavailable,
-        OutcomeUnknown.
+        `has_key` says that it creates a Project with a key, which may have to be rolled back.
+        Raises Unavailable, OutcomeUnknown.
         """
         acquisition = Acquisition(self, writes=True)
         with acquisition as connection, self.write_lock():
@@ -118,22 +117,22 @@ class Engine(ABC):
             acquisition.may_have_committed = True
             connection.commit()
 
-    def connect(self, creates: bool = False) -> tuple[Connection, int]:
-        """A new connection, and the schema version that it found.
+    def connect(self, creates: bool = False) -> tuple[Connection, bool]:
+        """A new connection, and whether it has created the tables.
 
         The first one brings the tables up to date. Only with `creates` does it create missing ones.
         Raises as `open_connection` does.
         """
         connection = self.open_connection(creates)
+        is_new = False
         try:
-            found = self._version
-            if found is None:
-                found = connection.migrate(creates, self.write_lock())
-                self._version = SCHEMA_VERSION
+            if not self._is_migrated:
+                is_new = connection.migrate(creates, self.write_lock()) == EMPTY
+                self._is_migrated = True
         except BaseException:
             connection.close()
             raise
-        return connection, found
+        return connection, is_new
 
     def close(self) -> None:
         """Close the idle connections. The engine can still be used, and opens new ones."""
@@ -163,6 +162,7 @@ class Acquisition:
                 except IndexError:  # none is left; other threads take some, too
                     connection, _ = self._engine.connect()
                     break
+                connection.start_deadline()
                 if connection.is_usable():
                     break
                 connection.close()

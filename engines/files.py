@@ -82,10 +82,10 @@ class DatabaseFile:
         with suppress(Unavailable):  # the first use will say what is wrong
             self.check_identity()
 
-    def missing(self) -> str | None:
-        """Where to create the file, whose folder is created here; None if one was or is there.
+    def prepare(self) -> str | None:
+        """Create the folder for a missing file, and return the path for that file.
 
-        Raises Unavailable, OSError.
+        None if a file was or is there. Raises Unavailable, OSError.
         """
         wal = f"{self.target}-wal"
         # Look for the -wal before the file. Whoever creates a database makes the file first, so a
@@ -170,7 +170,7 @@ class DatabaseFile:
 class Memory:
     """Stands in for the DatabaseFile of a database in memory."""
 
-    def missing(self) -> None: ...
+    def prepare(self) -> None: ...
 
     def check_identity(self) -> None: ...
 

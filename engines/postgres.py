@@ -50,7 +50,7 @@ OUTAGES = (
 # The comment on the table of Projects, with the schema version.
 MARK = "Gardening Project Service, schema version "
 # The encoding; and the schema version in the mark, or FOREIGN if there is any table but those of
-# extensions, or EMPTY. The mark may have any wording: before release 1.0.0 it had another one.
+# extensions, or EMPTY. Before release 1.0.0, the mark had other words before the number.
 INSPECT = f"""
 SELECT current_setting('server_encoding'), coalesce(
     substring(obj_description(to_regclass('project'), 'pg_class')
@@ -183,9 +183,10 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
         if seconds > REQUEST_TIMEOUT:
             self.set_timeouts(seconds)
 
-    def is_usable(self) -> bool:
-        """Also starts the deadline of what it is acquired for."""
+    def start_deadline(self) -> None:
         self.deadline = time.monotonic() + REQUEST_TIMEOUT
+
+    def is_usable(self) -> bool:
         # Input that nobody asked for nearly always means that the server has closed the connection.
         return not self._has_input(0)
 
@@ -228,7 +229,7 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
                 for script in [*scripts, mark]:
                     self.execute(script)
         if scripts:
-            self.deadline = time.monotonic() + REQUEST_TIMEOUT  # a request's again
+            self.start_deadline()  # a request's again
         return int(found)
 
     def require_coordinator(self) -> None:
@@ -301,8 +302,8 @@ class ClusterConnection(PostgreSQLConnection):
         return found
 
     def advance_token_sequence(self) -> None:
-        # Node n has the IDs from n << 48 on: see deploy/citus.sql. The maximum of its sequence is
-        # the first ID of the next node.
+        # Node n has the IDs from n << 48 on, as deploy/citus.sql has it. The maximum of its sequence
+        # is the first ID of the next node, so BETWEEN seqmin AND seqmax would be wrong.
         self.execute("""SELECT setval('token_id_seq', max(id)) FROM token, pg_sequence
             WHERE seqrelid = 'token_id_seq'::regclass AND id >> 48 = seqmin >> 48""")
 

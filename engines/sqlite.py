@@ -47,7 +47,6 @@ ETAG_IS_ALLOWED = f"""(:if_match IS NULL
 class SQLiteConnection(sqlite3.Connection, Connection):
     SCHEMA = "sqlite.sql"
     MIGRATIONS = migrations.SQLITE
-    # The triggers of sqlite.sql count the Projects of the account.
     GET = f"""
         SELECT id, {ETAG}, CAST({DOCUMENT} AS BLOB)
         FROM project
@@ -59,6 +58,7 @@ class SQLiteConnection(sqlite3.Connection, Connection):
             CAST(json_group_array({DOCUMENT}) AS BLOB)
         FROM (SELECT * FROM project WHERE account = :account AND seq > :after
             ORDER BY seq LIMIT :size OFFSET :offset)"""
+    # For CREATE and DELETE, the triggers of sqlite.sql count the Projects of the account.
     CREATE = (
         f"""
         INSERT INTO project (id, account, seq, key, fingerprint, created_at, updated_at,
@@ -182,7 +182,7 @@ class SQLite(Engine):
             self._uri = f"{Path(self._file.path).as_uri()}?mode=rw"
 
     def open_connection(self, creates: bool) -> SQLiteConnection:
-        if creates and (path := self._file.missing()):
+        if creates and (path := self._file.prepare()):
             create_empty(path)
         # Before SQLite reads it: it would apply the -wal of the old file to a new one.
         self._file.check_identity()
@@ -235,8 +235,8 @@ class SQLite(Engine):
                 raise_if_full(error, path)
                 raise
 
-    def missing_file(self) -> str | None:
-        return self._file.missing()
+    def prepare_file(self) -> str | None:
+        return self._file.prepare()
 
     def check(self) -> None:
         super().check()
