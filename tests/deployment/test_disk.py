@@ -7,6 +7,7 @@ from contextlib import closing
 
 import pytest
 
+from engines.backup import scratch
 from helpers.running import BIN, PROJECTS, Client, environment_of, fill, gunicorn, run, token_on
 from test_backup import file, filled, run_command, source
 from test_sqlite import attempt
@@ -133,6 +134,17 @@ def test_backup_that_cannot_get_its_name_leaves_no_file(store, database, file, t
     failed = run(*command, *backup, environment=environment_of(database), status=1)
     assert failed.stderr == f"Error: Input/output error: {file}\n"
     assert not os.path.exists(file)
+
+
+def test_copy_of_root_is_in_no_folder_of_somebody_else(tmp_path):
+    """Who could put a link in its place."""
+    theirs, own = tmp_path / "theirs", tmp_path / "own"
+    theirs.mkdir()
+    own.mkdir()
+    os.chown(theirs, 65534, 65534)
+    for folder, is_there in [(theirs, False), (own, True)]:
+        with scratch(str(folder)) as copy:
+            assert (os.path.dirname(copy) == str(folder)) is is_there
 
 
 def test_files_that_root_cannot_give_away_are_written_all_the_same(tmp_path):

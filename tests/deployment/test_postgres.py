@@ -174,6 +174,23 @@ def test_statements_for_a_cluster_do_what_those_for_one_server_do(cluster_store,
     assert len({first.id, cluster_store.create_project("ann", {}, "key").id}) == 2
 
 
+def test_ids_of_tokens_go_on_in_the_range_of_the_node(cluster_store, database, another_database):
+    """A restore brings those of the next node as well, which begin with this one's maximum."""
+    first, next_node = 2 << 48, 3 << 48
+    file = f"{another_database}-backup"
+    with closing(store_on(another_database)) as source:
+        source.engine.open_database(creates=True)
+        for number, id in enumerate([7, first + 5, next_node]):
+            source.add_token("ann", b"%d" % number)
+            with closing(plain_sql_on(another_database)) as plain_sql:
+                plain_sql.execute(f"UPDATE token SET id = {id} WHERE digest = x'{number + 30}'")
+        backup(source.engine, file)
+    bounds = f"MINVALUE {first} MAXVALUE {next_node} START {first} RESTART"
+    execute(database, f"ALTER SEQUENCE token_id_seq {bounds}")
+    restore(cluster_store.engine, file)
+    assert cluster_store.add_token("ann", b"new") == first + 6
+
+
 FAIL_AT_COMMIT = """
 CREATE FUNCTION fail() RETURNS trigger LANGUAGE plpgsql AS
     $$BEGIN RAISE 'could not commit on at least one node'; END$$;
