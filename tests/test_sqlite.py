@@ -76,10 +76,10 @@ def test_page_costs_the_same_however_many_projects_there_are(store, plain_sql):
     for account, count in [("few", 100), ("many", 20_000)]:
         plain_sql.execute(
             """WITH RECURSIVE n(seq) AS (SELECT 1 UNION ALL SELECT seq + 1 FROM n
-                WHERE seq < ?)
+                WHERE seq < :count)
             INSERT INTO project (id, account, seq, created_at, updated_at)
-            SELECT ?1 || seq, ?2, seq, 1, 1 FROM n""",
-            [count, account],
+            SELECT :account || seq, :account, seq, 1, 1 FROM n""",
+            {"account": account, "count": count},
         )
 
     def steps(account, after):
