@@ -140,7 +140,7 @@ class Engine(ABC):
 
 
 class Acquisition:
-    """Borrows a connection for a `with` block, and closes it after an error.
+    """Acquires a connection for a `with` block, and releases it, or closes it after an error.
 
     Raises Unavailable, OutcomeUnknown. A generator in place of the class would make a read a tenth
     slower.
