@@ -113,13 +113,13 @@ class Store:
         fingerprint = None if key is None else fingerprint_of(columns)
         columns |= {"key": key, "fingerprint": fingerprint}
         first = None
-        with self.engine.writer(has_key=key is not None) as connection:
+        with self.engine.writer(may_roll_back=key is not None) as connection:
             project = connection.create_project(
                 account, id, columns, self._now(), self._max_projects
             )
             if project is None and key is not None:
-                # Under the lock of the creation (SQLite: the file's; PostgreSQL: the account's row),
-                # so that nobody deletes the Project meanwhile.
+                # Under the lock of the creation, so that nobody deletes the Project meanwhile: the
+                # file's on SQLite; on PostgreSQL the account's row, even of a full account.
                 first = connection.find_by_key(account, key)
             if project is None:
                 connection.rollback()  # PostgreSQL may have counted it already

@@ -21,7 +21,7 @@ from engines.migrations import EMPTY, incompatibility
 from engines.sqlite import SQLite, inspect, raise_if_full
 
 # The columns of each table, in the order in which a restore fills them: `project` precedes `part`,
-# which refers to it.
+# which refers to it, and `account` is last, since SQLite's triggers write it meanwhile.
 COLUMNS = {
     "token": ("id", "account", "digest", "created_at", "expires_at"),
     "project": (*FIELDS, "account", "seq", "key", "fingerprint"),
@@ -41,7 +41,7 @@ REBUILD_ACCOUNTS = """
         SET last_seq = excluded.last_seq, project_count = excluded.project_count"""
 
 
-# The numbers of accounts, Projects and tokens, as `Store.list_accounts` has them.
+# The numbers of accounts, Projects and tokens, as `Store.list_accounts` has them, for Restored.
 COUNTS = (
     "SELECT count(*) FROM (SELECT name FROM account UNION SELECT account FROM token) AS names",
     "SELECT coalesce(sum(project_count), 0) FROM account",

@@ -118,8 +118,8 @@ class Connection(ABC):
         """False if the condition fails or there is no such Project."""
         return bool(self.fetch(self.DELETE, change_parameters(account, id, condition)))
 
-    def needs_transaction(self, has_key: bool) -> bool:
-        """Whether a change, perhaps the creation of a Project with a key, has to be a transaction.
+    def needs_transaction(self, may_roll_back: bool) -> bool:
+        """Whether a change, which the store may undo, has to be a transaction.
 
         By default it is one statement, which changes all or nothing.
         """

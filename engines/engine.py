@@ -99,16 +99,16 @@ class Engine(ABC):
 
     @contextmanager
     def writer(
-        self, seconds: float | None = None, *, has_key: bool = False
+        self, seconds: float | None = None, *, may_roll_back: bool = False
     ) -> Iterator[Connection]:
         """A connection for one change, or with `seconds` for a transaction that may take this long.
 
-        `has_key` says that it creates a Project with a key, which may have to be rolled back.
-        Raises Unavailable, OutcomeUnknown.
+        `may_roll_back` says that the block may undo the change. Raises Unavailable, OutcomeUnknown.
         """
         acquisition = Acquisition(self, writes=True)
+        # In this order, since a new connection may take the lock to migrate.
         with acquisition as connection, self.write_lock():
-            if seconds is None and not connection.needs_transaction(has_key):
+            if seconds is None and not connection.needs_transaction(may_roll_back):
                 acquisition.may_have_committed = True  # the change commits by itself
                 yield connection
                 return

@@ -159,9 +159,9 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
     deadline: float  # on the clock of time.monotonic()
     is_on_cluster: bool
 
-    def needs_transaction(self, has_key: bool) -> bool:
-        # CREATE counts the Project before it knows whether the key is new.
-        return has_key
+    def needs_transaction(self, may_roll_back: bool) -> bool:
+        # CREATE counts a Project before it knows whether its key is new.
+        return may_roll_back
 
     @cached_property
     def cursors(self) -> defaultdict[str, psycopg.Cursor[tuple[Any, ...]]]:
@@ -279,7 +279,7 @@ class ClusterConnection(PostgreSQLConnection):
         RETURNING id, {ETAG}, convert_to({DOCUMENT}, 'UTF8')""",
     )
 
-    def needs_transaction(self, has_key: bool) -> bool:
+    def needs_transaction(self, may_roll_back: bool) -> bool:
         return True
 
     def commit(self) -> None:
@@ -348,8 +348,8 @@ class PostgreSQL(Engine):
             is_silent = time.monotonic() - started >= CONNECT_TIMEOUT
             raise (ServerTimeout if is_silent else Unavailable)(one_line(error)) from error
         # A longer connect_timeout in the URL must not use up the request's deadline.
-        started = max(started, time.monotonic() - CONNECT_TIMEOUT)
-        connection.deadline = started + REQUEST_TIMEOUT
+        longer = max(0, int(self._parameters["connect_timeout"]) - CONNECT_TIMEOUT)
+        connection.deadline = started + longer + REQUEST_TIMEOUT
         try:
             connection.execute(SETTINGS)
             [(connection.is_on_cluster,)] = connection.execute(IS_ON_CLUSTER)

@@ -45,6 +45,8 @@ ETAG_IS_ALLOWED = f"""(:if_match IS NULL
 
 
 class SQLiteConnection(sqlite3.Connection, Connection):
+    """A connection whose `commit` and `rollback` are the driver's."""
+
     SCHEMA = "sqlite.sql"
     MIGRATIONS = migrations.SQLITE
     GET = f"""
