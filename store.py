@@ -72,7 +72,8 @@ DAY = 86_400_000  # milliseconds
 MAX_PROJECTS = 10_000  # of an account, unless a setting says otherwise
 ALWAYS = Precondition()
 WHOLE = Page(0, 2**63 - 1)  # the list as one page; no database takes a larger LIMIT
-# A change may miss a Project that another writer has just changed, or that Citus is moving.
+# A change that its condition allows may miss a Project which another writer has just changed, or
+# which Citus is moving.
 ATTEMPTS = 2
 
 
@@ -118,11 +119,13 @@ class Store:
                 account, id, columns, self._now(), self._max_projects
             )
             if project is None and key is not None:
-                # Under the lock of the creation, so that nobody deletes the Project meanwhile: the
-                # file's on SQLite; on PostgreSQL the account's row, even of a full account.
+                # Under the lock of the creation, so that nobody deletes the Project meanwhile. On
+                # SQLite, that is the -lock, which the block holds to its end; on PostgreSQL, the
+                # account's row, even of a full account.
                 first = connection.find_by_key(account, key)
             if project is None:
-                connection.rollback()  # PostgreSQL may have counted it already
+                # PostgreSQL may have counted it already. On SQLite, this does nothing.
+                connection.rollback()
         if project is not None:
             return project
         if first is None:

@@ -100,7 +100,7 @@ def restore(engine: Engine, path: str) -> Restored:
         raise Unavailable(f"{error.strerror}: {error.filename or engine.name}") from error
     except UnicodeDecodeError as error:  # an error of SQLite whose message is not UTF-8
         raise BadBackup(f"the backup is damaged: {path}") from error
-    except (BadBackup, sqlite3.Error, engine.ERROR) as error:
+    except (BadBackup, sqlite3.Error, engine.ERROR) as error:  # or the tables refuse a row
         raise BadBackup(f"{' '.join(str(error).split())}: {path}") from error
 
 

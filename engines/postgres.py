@@ -138,9 +138,9 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
             RETURNING project.*)
         -- Not in RETURNING, where Citus takes only what is immutable.
         SELECT id, {ETAG}, convert_to({DOCUMENT}, 'UTF8') FROM changed"""
-    # The condition is tested twice. The test on the account sees the Project as it was when the
-    # statement began; if it refuses the deletion, nothing is locked. The test on the Project runs
-    # under the locks, and sees the newest version (READ COMMITTED).
+    # The condition is tested twice. `locked` sees the Project as it was when the statement began;
+    # if it refuses the deletion, nothing is locked. `deleted` waits for the locks, and sees the
+    # newest version (READ COMMITTED).
     DELETE = f"""
         WITH locked AS (
             SELECT name FROM account
@@ -325,6 +325,8 @@ class PostgreSQL(Engine):
         parsed = parse(url)
         self.name = f"postgresql://{addresses(parsed)}/{parsed.get('dbname', '')}"
         self._parameters = DEFAULTS | parsed | {"client_encoding": "UTF8"}
+        given = int(self._parameters["connect_timeout"] or 0)
+        self._connect_timeout = max(CONNECT_TIMEOUT, given)
         # ClusterConnection, once a first connection has shown that this is a cluster.
         self._connection_class = PostgreSQLConnection
 
@@ -345,11 +347,10 @@ class PostgreSQL(Engine):
             )
         except (psycopg.Error, UnicodeError) as error:  # the latter for the host "a..b"
             # The error is that of the last host. Only the time shows that one was silent.
-            is_silent = time.monotonic() - started >= CONNECT_TIMEOUT
+            is_silent = time.monotonic() - started >= self._connect_timeout
             raise (ServerTimeout if is_silent else Unavailable)(one_line(error)) from error
         # A longer connect_timeout in the URL must not use up the request's deadline.
-        longer = max(0, int(self._parameters["connect_timeout"]) - CONNECT_TIMEOUT)
-        connection.deadline = started + longer + REQUEST_TIMEOUT
+        connection.deadline = started + self._connect_timeout - CONNECT_TIMEOUT + REQUEST_TIMEOUT
         try:
             connection.execute(SETTINGS)
             [(connection.is_on_cluster,)] = connection.execute(IS_ON_CLUSTER)
@@ -381,6 +382,7 @@ def parse(url: str) -> dict[str, Any]:
         if not re.fullmatch("postgresql://([^@/?#]*@)?[^@]*", url):
             raise ValueError
         parameters = conninfo_to_dict(url)
+        int(parameters.get("connect_timeout") or 0)
         for port in str(parameters.get("port", 0)).split(","):
             int(port or 0)
     except (psycopg.ProgrammingError, ValueError):

@@ -95,7 +95,8 @@ class SQLiteConnection(sqlite3.Connection, Connection):
     def close(self) -> None:
         """Close the connection, and leave no -wal that SQLite would apply to another file.
 
-        If the database file was replaced, the contents of its -wal go into the old file first.
+        If the database file was replaced, the contents of its -wal go into the old file first:
+        SQLite itself closes a file that was moved without a checkpoint.
         """
         try:
             self.file.check_identity()

@@ -132,6 +132,11 @@ def test_parameter_that_is_not_one_of_libpq_is_refused():
         PostgreSQL("postgresql://u@127.0.0.1:1/db?schema=public")
 
 
+def test_time_to_connect_is_a_number():
+    with pytest.raises(ValueError, match="^malformed URL of a database: "):
+        PostgreSQL("postgresql://u@127.0.0.1:1/db?connect_timeout=soon")
+
+
 def test_host_whose_name_cannot_be_encoded_is_refused():
     with fails(Unavailable, "idna"):
         Store(PostgreSQL("postgresql://u@a..b/db")).list_tokens()
