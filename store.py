@@ -72,8 +72,8 @@ DAY = 86_400_000  # milliseconds
 MAX_PROJECTS = 10_000  # of an account, unless a setting says otherwise
 ALWAYS = Precondition()
 WHOLE = Page(0, 2**63 - 1)  # the list as one page; no database takes a larger LIMIT
-# A change that its condition allows may miss a Project which another writer has just changed, or
-# which Citus is moving.
+# Citus may miss a Project that it is moving. And after a refusal, the Project may have changed before
+# its ETag is read: then the condition allows what was refused.
 ATTEMPTS = 2
 
 
@@ -124,7 +124,7 @@ class Store:
                 # account's row, even of a full account.
                 first = connection.find_by_key(account, key)
             if project is None:
-                # PostgreSQL may have counted it already. On SQLite, this does nothing.
+                # PostgreSQL may have counted it. Without a transaction, nothing was written.
                 connection.rollback()
         if project is not None:
             return project

@@ -245,6 +245,7 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
             yield from cursor.execute(sql)
 
     def lock_out_writers(self) -> None:
+        # Whoever adds a Project writes its account first.
         self.execute("LOCK TABLE account, token IN SHARE ROW EXCLUSIVE MODE")
 
     def insert(self, table: str, columns: Iterable[str], rows: Iterable[Any]) -> None:
@@ -349,7 +350,7 @@ class PostgreSQL(Engine):
             # The error is that of the last host. Only the time shows that one was silent.
             is_silent = time.monotonic() - started >= self._connect_timeout
             raise (ServerTimeout if is_silent else Unavailable)(one_line(error)) from error
-        # A longer connect_timeout in the URL must not use up the request's deadline.
+        # REQUEST_TIMEOUT in all, and what the URL's connect_timeout adds to the default.
         connection.deadline = started + self._connect_timeout - CONNECT_TIMEOUT + REQUEST_TIMEOUT
         try:
             connection.execute(SETTINGS)
