@@ -118,12 +118,12 @@ class Store:
             project = connection.create_project(
                 account, id, columns, self._now(), self._max_projects
             )
-            if project is None and key is not None:
-                # Under the lock of the creation, so that nobody deletes the Project meanwhile. On
-                # SQLite, that is the -lock, which the block holds to its end; on PostgreSQL, the
-                # account's row, even of a full account.
-                first = connection.find_by_key(account, key)
             if project is None:
+                if key is not None:
+                    # Under the lock of the creation, so that nobody deletes the Project meanwhile.
+                    # On SQLite, that is the -lock, which the block holds to its end; on PostgreSQL,
+                    # the account's row, even of a full account.
+                    first = connection.find_by_key(account, key)
                 # PostgreSQL may have counted it. Without a transaction, nothing was written.
                 connection.rollback()
         if project is not None:

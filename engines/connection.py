@@ -119,7 +119,7 @@ class Connection(ABC):
         return bool(self.fetch(self.DELETE, change_parameters(account, id, condition)))
 
     def needs_transaction(self, may_roll_back: bool) -> bool:
-        """Whether a change needs BEGIN and COMMIT, perhaps because the store may roll it back.
+        """Whether a change needs BEGIN and COMMIT; `may_roll_back`: the store may undo this one.
 
         By default it is one statement, which changes all or nothing.
         """

@@ -42,7 +42,7 @@ class Engine(ABC):
 
     @abstractmethod
     def translate_error(self, error: BaseException, may_have_committed: bool) -> Unavailable | None:
-        """The outage that an error means; None for a defect.
+        """The outage that an error means; None for a defect, and for what already is an outage.
 
         It is OutcomeUnknown only if the change may have been committed.
         """
@@ -127,7 +127,8 @@ class Engine(ABC):
         is_new = False
         try:
             if not self._is_migrated:
-                is_new = connection.migrate(creates, self.write_lock()) == EMPTY
+                lock = self.write_lock()  # which migrate enters if it has to
+                is_new = connection.migrate(creates, lock) == EMPTY
                 self._is_migrated = True
         except BaseException:
             connection.close()

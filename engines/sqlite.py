@@ -96,7 +96,7 @@ class SQLiteConnection(sqlite3.Connection, Connection):
         """Close the connection, and leave no -wal that SQLite would apply to another file.
 
         If the database file was replaced, the contents of its -wal go into the old file first:
-        SQLite itself closes a file that was moved without a checkpoint.
+        SQLite does not do so when it closes a file that was moved.
         """
         try:
             self.file.check_identity()
