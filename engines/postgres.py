@@ -3,10 +3,9 @@
 import re
 import select
 import time
-from collections import defaultdict
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import AbstractContextManager
-from functools import cache, cached_property, partial
+from functools import cache
 from typing import Any
 
 import psycopg
@@ -18,7 +17,6 @@ from engines.engine import COMMAND_TIMEOUT, REQUEST_TIMEOUT, Engine
 from engines.errors import OutcomeUnknown, Unavailable
 from engines.fields import FIELDS, SETTABLE, TEXT
 
-MAX_KEPT = 16_384  # bytes of a document that an idle cursor may hold in memory
 CONNECT_TIMEOUT = 2  # seconds for each host; libpq takes no less
 STATEMENT_TIMEOUT = 4  # seconds, after which the server itself ends a statement
 ROW_LOCK_TIMEOUT = 1  # seconds that a statement may wait for a lock
@@ -163,20 +161,9 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
         # CREATE counts a Project before it knows whether its key is new.
         return may_roll_back
 
-    @cached_property
-    def cursors(self) -> defaultdict[str, psycopg.Cursor[tuple[Any, ...]]]:
-        """A cursor for each statement, which keeps what psycopg has found out about its columns."""
-        return defaultdict(partial(self.cursor, binary=True))
-
     def fetch(self, sql: str, parameters: Parameters) -> Rows:
-        cursor = self.cursors[sql].execute(to_pyformat(sql), parameters)
-        if cursor.rownumber is None:
-            return []  # the statement returns no rows
-        rows = cursor.fetchall()
-        last = rows[0][-1] if rows else None  # the column that may be a document
-        if isinstance(last, bytes) and len(last) > MAX_KEPT:
-            del self.cursors[sql]  # which would keep the long list in memory
-        return rows
+        cursor = self.execute(to_pyformat(sql), parameters, binary=True)
+        return cursor.fetchall() if cursor.description else []
 
     def begin(self, seconds: float) -> None:
         self.execute("BEGIN")

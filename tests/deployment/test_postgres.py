@@ -658,16 +658,3 @@ def test_silent_host_before_one_that_refuses_holds_up_a_single_caller():
         store = Store(PostgreSQL(f"postgresql://ann@{hosts}/gardening"))
         refusal(store)
         assert refusal(store).reason == REFUSED_BY_BREAKER
-
-
-def test_long_list_is_not_kept_in_memory(database, store):
-    for _ in range(100):
-        store.create_project("ann", {"name": "x" * 10_000})
-    assert len(store.list_projects("ann").document) > 1_000_000
-    [[connection]] = store.engine.idle.values()
-    results = [cursor.pgresult for cursor in connection.cursors.values()]
-    assert not [
-        result
-        for result in results
-        if len(result.get_value(0, result.nfields - 1) or b"") > 100_000
-    ]
