@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from engines.connection import Columns, Precondition, Project
-from engines.engine import COMMAND_TIMEOUT, Acquisition, Engine
+from engines.engine import COMMAND_TIMEOUT, REQUEST_TIMEOUT, Acquisition, Engine
 from engines.errors import Unavailable
 from engines.fields import JSON, SETTABLE
 
@@ -113,21 +113,16 @@ class Store:
         columns = dict.fromkeys(SETTABLE) | as_columns(fields)
         fingerprint = None if key is None else fingerprint_of(columns)
         columns |= {"key": key, "fingerprint": fingerprint}
-        first = None
-        with self.engine.writer(may_roll_back=key is not None) as connection:
+        # A key needs a transaction: PostgreSQL counts the Project before it finds that the key is
+        # there, and nobody may delete the first Project before it is read.
+        with self.engine.writer(None if key is None else REQUEST_TIMEOUT) as connection:
             project = connection.create_project(
                 account, id, columns, self._now(), self._max_projects
             )
-            if project is None:
-                if key is not None:
-                    # Under the lock of the creation, so that nobody deletes the Project meanwhile.
-                    # On SQLite, that is the -lock, which the block holds to its end; on PostgreSQL,
-                    # the account's row, even of a full account.
-                    first = connection.find_by_key(account, key)
-                # PostgreSQL may have counted it. Without a transaction, nothing was written.
-                connection.rollback()
-        if project is not None:
-            return project
+            if project is not None:
+                return project
+            first = None if key is None else connection.find_by_key(account, key)
+            connection.rollback()
         if first is None:
             raise AccountFull(self._max_projects)
         if first.fingerprint != fingerprint:

@@ -54,14 +54,13 @@ class Connection(ABC):
 
     SCHEMA: str  # the name of the file with the tables
     MIGRATIONS: Migrations
+    ALWAYS_IN_TRANSACTION = False  # whether even one statement that writes needs a transaction
 
     # GET, CREATE and UPDATE return the Project's id, ETag and document, or no row.
     GET: str
     # The columns of a ProjectPage: up to :size Projects with seq > :after, skipping :offset.
     LIST: str
-    # The last of them returns the Project. If the account is full or has the key, one returns no
-    # row, and the rest must not run.
-    CREATE: tuple[str, ...]
+    CREATE: str
     # <changes> stands for assignments to columns, each with a comma after it.
     UPDATE: str
     # Returns the id, or no row.
@@ -94,16 +93,12 @@ class Connection(ABC):
     ) -> Project | None:
         """Add a Project with these columns.
 
-        None if the account has the key, or `limit` Projects or more. Then a transaction has to be
-        rolled back.
+        None if the account has the key, or `limit` Projects or more. What was counted meanwhile
+        has to be rolled back then.
         """
         parameters = columns | {"account": account, "id": id, "now": now, "limit": limit}
-        rows: Rows = []
-        for statement in self.CREATE:
-            rows = self.fetch(statement, parameters)
-            if not rows:
-                return None
-        return Project(*rows[0])
+        rows = self.fetch(self.CREATE, parameters)
+        return Project(*rows[0]) if rows else None
 
     def update_project(
         self, account: str, id: str, columns: Columns, now: int, condition: Precondition
@@ -117,13 +112,6 @@ class Connection(ABC):
     def delete_project(self, account: str, id: str, condition: Precondition) -> bool:
         """False if the condition fails or there is no such Project."""
         return bool(self.fetch(self.DELETE, change_parameters(account, id, condition)))
-
-    def needs_transaction(self, may_roll_back: bool) -> bool:
-        """Whether a change needs BEGIN and COMMIT; `may_roll_back`: the store may undo this one.
-
-        By default it is one statement, which changes all or nothing.
-        """
-        return False
 
     def scripts_for(self, version: int, creates: bool) -> list[str]:
         """What creates the tables, or brings those of this schema version up to date.

@@ -98,18 +98,16 @@ class Engine(ABC):
             connection.commit()
 
     @contextmanager
-    def writer(
-        self, seconds: float | None = None, *, may_roll_back: bool = False
-    ) -> Iterator[Connection]:
-        """A connection for one change, or with `seconds` for a transaction that may take this long.
+    def writer(self, seconds: float | None = None) -> Iterator[Connection]:
+        """A connection for one statement; or, with `seconds`, for a transaction as long as that.
 
-        `may_roll_back` says that the block may undo the change. Raises Unavailable, OutcomeUnknown.
+        Raises Unavailable, OutcomeUnknown.
         """
         acquisition = Acquisition(self, writes=True)
         # In this order, since a new connection may take the lock to migrate.
         with acquisition as connection, self.write_lock():
-            if seconds is None and not connection.needs_transaction(may_roll_back):
-                acquisition.may_have_committed = True  # the change commits by itself
+            if seconds is None and not connection.ALWAYS_IN_TRANSACTION:
+                acquisition.may_have_committed = True  # the statement commits by itself
                 yield connection
                 return
             connection.begin(seconds or REQUEST_TIMEOUT)

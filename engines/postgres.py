@@ -12,7 +12,7 @@ import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
 from engines import migrations
-from engines.connection import Connection, Parameters, Rows
+from engines.connection import Columns, Connection, Parameters, Project, Rows
 from engines.engine import COMMAND_TIMEOUT, REQUEST_TIMEOUT, Engine
 from engines.errors import OutcomeUnknown, Unavailable
 from engines.fields import FIELDS, SETTABLE, TEXT
@@ -87,6 +87,7 @@ DOCUMENT = document_sql()
 ETAG = "(version::text || '-' || updated_at::text)"
 ETAG_IS_ALLOWED = f"""(:if_match::jsonb IS NULL OR :if_match::jsonb ? {ETAG})
     AND (:if_none_match::jsonb IS NULL OR NOT :if_none_match::jsonb ? {ETAG})"""
+# It locks the account's row, even of a full account, so that nobody deletes a Project meanwhile.
 COUNT_PROJECT = """
     INSERT INTO account AS present (name, last_seq, project_count)
     VALUES (:account, 1, 1)
@@ -117,16 +118,14 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
             ORDER BY seq LIMIT :size OFFSET :offset) AS page"""
     # What adds or deletes Projects locks the account's row first, so that no two can deadlock. An
     # update locks its Project alone.
-    CREATE: tuple[str, ...] = (
-        f"""
+    CREATE = f"""
         WITH counted AS ({COUNT_PROJECT})
         INSERT INTO project (id, account, seq, key, fingerprint, created_at, updated_at,
             {", ".join(SETTABLE)})
         SELECT :id, name, last_seq, :key, :fingerprint, :now, :now, :{", :".join(SETTABLE)}
         FROM counted
         ON CONFLICT (account, key) DO NOTHING
-        RETURNING id, {ETAG}, convert_to({DOCUMENT}, 'UTF8')""",
-    )
+        RETURNING id, {ETAG}, convert_to({DOCUMENT}, 'UTF8')"""
     UPDATE = f"""
         WITH changed AS (
             UPDATE project
@@ -156,10 +155,6 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
 
     deadline: float  # on the clock of time.monotonic()
     is_on_cluster: bool
-
-    def needs_transaction(self, may_roll_back: bool) -> bool:
-        # CREATE counts a Project before it knows whether its key is new.
-        return may_roll_back
 
     def fetch(self, sql: str, parameters: Parameters) -> Rows:
         cursor = self.execute(to_pyformat(sql), parameters, binary=True)
@@ -253,10 +248,10 @@ class ClusterConnection(PostgreSQLConnection):
     outcome of the COMMIT can be unknown. So every write is in one.
     """
 
-    # As one statement, it would be a two-phase commit on every node.
-    CREATE = (
-        COUNT_PROJECT,
-        f"""
+    ALWAYS_IN_TRANSACTION = True
+    # Without what counts the Project: as one statement with it, this would be a two-phase commit on
+    # every node.
+    CREATE = f"""
         -- Citus refuses INSERT INTO ... SELECT without the alias. The account is that of the row
         -- in `account`, so that Citus sees a join by account, which one node can do.
         INSERT INTO project AS made (id, account, seq, key, fingerprint, created_at, updated_at,
@@ -264,11 +259,14 @@ class ClusterConnection(PostgreSQLConnection):
         SELECT :id, name, last_seq, :key, :fingerprint, :now, :now, :{", :".join(SETTABLE)}
         FROM account WHERE name = :account
         ON CONFLICT (account, key) DO NOTHING
-        RETURNING id, {ETAG}, convert_to({DOCUMENT}, 'UTF8')""",
-    )
+        RETURNING id, {ETAG}, convert_to({DOCUMENT}, 'UTF8')"""
 
-    def needs_transaction(self, may_roll_back: bool) -> bool:
-        return True
+    def create_project(
+        self, account: str, id: str, columns: Columns, now: int, limit: int
+    ) -> Project | None:
+        if not self.fetch(COUNT_PROJECT, {"account": account, "limit": limit}):
+            return None  # the account is full
+        return super().create_project(account, id, columns, now, limit)
 
     def commit(self) -> None:
         try:

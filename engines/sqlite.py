@@ -61,8 +61,7 @@ class SQLiteConnection(sqlite3.Connection, Connection):
         FROM (SELECT * FROM project WHERE account = :account AND seq > :after
             ORDER BY seq LIMIT :size OFFSET :offset)"""
     # For CREATE and DELETE, the triggers of sqlite.sql count the Projects of the account.
-    CREATE = (
-        f"""
+    CREATE = f"""
         INSERT INTO project (id, account, seq, key, fingerprint, created_at, updated_at,
             {", ".join(SETTABLE)})
         SELECT :id, :account,
@@ -71,8 +70,7 @@ class SQLiteConnection(sqlite3.Connection, Connection):
         WHERE coalesce((SELECT project_count FROM account WHERE name = :account), 0)
             < :limit
         ON CONFLICT (account, key) DO NOTHING
-        RETURNING id, {ETAG}, CAST({DOCUMENT} AS BLOB)""",
-    )
+        RETURNING id, {ETAG}, CAST({DOCUMENT} AS BLOB)"""
     UPDATE = f"""
         UPDATE project
         SET <changes> version = version + 1, updated_at = max(updated_at, :now)
