@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from engines.breaker import Breaker
 from engines.connection import Connection, Parameters, Rows
 from engines.errors import Unavailable
+from engines.files import create_empty
 from engines.migrations import EMPTY
 
 REQUEST_TIMEOUT = 4.5  # seconds for a statement or a transaction of a request
@@ -34,11 +35,8 @@ class Engine(ABC):
         weakref.finalize(self, close_idle, self.idle)  # at exit at the latest
 
     @abstractmethod
-    def open_connection(self, creates: bool) -> Connection:
-        """A new connection. With `creates`, create the file that is missing.
-
-        Raises Unavailable, or an error that `translate_error` knows.
-        """
+    def open_connection(self) -> Connection:
+        """A new connection. Raises Unavailable, or an error that `translate_error` knows."""
 
     @abstractmethod
     def translate_error(self, error: BaseException, may_have_committed: bool) -> Unavailable | None:
@@ -69,6 +67,8 @@ class Engine(ABC):
         whether it was created. Raises Unavailable.
         """
         try:
+            if creates and (path := self.prepare_file()):
+                create_empty(path)
             connection, is_new = self.connect(creates)
         except BaseException as error:
             if outage := self.translate_error(error, may_have_committed=False):
@@ -121,7 +121,7 @@ class Engine(ABC):
         The first one brings the tables up to date. Only with `creates` does it create missing ones.
         Raises as `open_connection` does.
         """
-        connection = self.open_connection(creates)
+        connection = self.open_connection()
         is_new = False
         try:
             if not self._is_migrated:

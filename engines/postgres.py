@@ -316,7 +316,7 @@ class PostgreSQL(Engine):
         # ClusterConnection, once a first connection has shown that this is a cluster.
         self._connection_class = PostgreSQLConnection
 
-    def open_connection(self, creates: bool) -> PostgreSQLConnection:
+    def open_connection(self) -> PostgreSQLConnection:
         connection = self._open()
         if connection.is_on_cluster and not isinstance(connection, ClusterConnection):
             connection.close()

@@ -17,7 +17,7 @@ from engines.connection import Connection, Parameters, Rows
 from engines.engine import Acquisition, Engine
 from engines.errors import OutcomeUnknown, Unavailable
 from engines.fields import FIELDS, JSON, SETTABLE
-from engines.files import DatabaseFile, Memory, create_empty
+from engines.files import DatabaseFile, Memory
 
 OLDEST_SQLITE = (3, 37)  # the first with STRICT tables
 WRITE_LOCK_TIMEOUT = 2.5  # seconds that a writer waits for others of the service
@@ -182,9 +182,7 @@ class SQLite(Engine):
             # rw: SQLite must not put an empty file in the place of a lost one.
             self._uri = f"{Path(self._file.path).as_uri()}?mode=rw"
 
-    def open_connection(self, creates: bool) -> SQLiteConnection:
-        if creates and (path := self._file.prepare()):
-            create_empty(path)
+    def open_connection(self) -> SQLiteConnection:
         # Before SQLite reads it: it would apply the -wal of the old file to a new one.
         self._file.check_identity()
         self._file.add_connection()
