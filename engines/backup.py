@@ -171,9 +171,6 @@ def copy_rows(source: Engine, target: Engine) -> Sequence[int]:
     The Projects of each account are counted anew. Returns the numbers of accounts, Projects and
     tokens. Raises Unavailable unless the target is empty.
     """
-    # An error passes through `translate_error` of both engines, first of the target. If both are
-    # SQLite, the target takes an error of the source for its own, and names its file. That is rare,
-    # since `copy_file` has checked the source.
     with source.snapshot() as reader, target.writer(COMMAND_TIMEOUT) as writer:
         require_empty(writer)  # before the lock, which would hold up the writers of a live database
         writer.lock_out_writers()
