@@ -72,9 +72,7 @@ DAY = 86_400_000  # milliseconds
 MAX_PROJECTS = 10_000  # of an account, unless a setting says otherwise
 ALWAYS = Precondition()
 WHOLE = Page(0, 2**63 - 1)  # the list as one page; no database takes a larger LIMIT
-# Citus may miss a Project that it is moving. And after a refusal, the Project may have changed before
-# its ETag is read: then the condition allows what was refused.
-ATTEMPTS = 2
+ATTEMPTS = 2  # at a change, since Citus may miss a Project that it is moving
 
 
 class Store:
@@ -113,21 +111,23 @@ class Store:
         columns = dict.fromkeys(SETTABLE) | as_columns(fields)
         fingerprint = None if key is None else fingerprint_of(columns)
         columns |= {"key": key, "fingerprint": fingerprint}
-        # A key needs a transaction: PostgreSQL counts the Project before it finds that the key is
-        # there, and nobody may delete the first Project before it is read.
+        project = existing = None
+        # With a key, a transaction, so that nobody else creates or deletes its Project meanwhile.
         with self.engine.writer(None if key is None else REQUEST_TIMEOUT) as connection:
-            project = connection.create_project(
-                account, id, columns, self._now(), self._max_projects
-            )
-            if project is not None:
-                return project
-            first = None if key is None else connection.find_by_key(account, key)
-            connection.rollback()
-        if first is None:
+            if key is not None:
+                connection.lock_account(account)
+                existing = connection.find_by_key(account, key)
+            if existing is None:
+                project = connection.create_project(
+                    account, id, columns, self._now(), self._max_projects
+                )
+        if existing is not None:
+            if existing.fingerprint != fingerprint:
+                raise KeyReused
+            return existing.project
+        if project is None:
             raise AccountFull(self._max_projects)
-        if first.fingerprint != fingerprint:
-            raise KeyReused
-        return first.project
+        return project
 
     def get_project(self, account: str, id: str) -> Project:
         """Raises NotFound."""
@@ -161,7 +161,7 @@ class Store:
         raise Unavailable("the Project could not be deleted")
 
     def _raise_if_refused(self, account: str, id: str, condition: Precondition) -> None:
-        """Raises NotFound or Stale, unless the change should be tried once more."""
+        """Raises NotFound or Stale; neither if nothing speaks against another attempt."""
         if not condition.allows(self.get_project(account, id).etag):
             raise Stale
 
@@ -263,10 +263,8 @@ class Store:
     def delete_account(self, name: str) -> None:
         """Delete the account and all that it owns, if there is such an account."""
         with self.engine.writer(COMMAND_TIMEOUT) as connection:
+            connection.lock_account(name)
             for sql in (
-                # Locks the account's row, as whatever adds Projects does first. It may have none.
-                """INSERT INTO account (name) VALUES (:name)
-                ON CONFLICT (name) DO UPDATE SET last_seq = account.last_seq""",
                 "DELETE FROM project WHERE account = :name",
                 "DELETE FROM token WHERE account = :name",
                 "DELETE FROM account WHERE name = :name",

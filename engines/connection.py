@@ -2,7 +2,7 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from engines.migrations import EMPTY, SCHEMA_VERSION, Migrations, incompatibilit
 Parameters = dict[str, Any]  # of a statement, by name
 Rows = list[Any]
 Columns = dict[str, object]  # some of a Project's, as they are stored
+WriteLock = Callable[[], AbstractContextManager[None]]
 
 
 class Project(NamedTuple):
@@ -71,6 +72,12 @@ class Connection(ABC):
         rows = self.fetch(self.GET, {"account": account, "id": id.replace("\0", "?")})
         return Project(*rows[0]) if rows else None
 
+    def lock_account(self, account: str) -> None:
+        """Let nobody else add or delete its Projects until the transaction ends.
+
+        By default, `begin` does so.
+        """
+
     def find_by_key(self, account: str, key: str) -> KeyedProject | None:
         """The account's Project that was created with this key."""
         rows = self.fetch(
@@ -93,8 +100,7 @@ class Connection(ABC):
     ) -> Project | None:
         """Add a Project with these columns.
 
-        None if the account has the key, or `limit` Projects or more. What was counted meanwhile
-        has to be rolled back then.
+        None if the account has `limit` Projects or more.
         """
         parameters = columns | {"account": account, "id": id, "now": now, "limit": limit}
         rows = self.fetch(self.CREATE, parameters)
@@ -130,10 +136,10 @@ class Connection(ABC):
         return [statement for each in later for statement in self.MIGRATIONS[each]]
 
     @abstractmethod
-    def migrate(self, creates: bool, write_lock: AbstractContextManager[None]) -> int:
+    def migrate(self, creates: bool, write_lock: WriteLock) -> int:
         """Bring the tables up to date, or with `creates` create them; leave alone what is not ours.
 
-        The lock is entered only if something changes. Returns the schema version that was found.
+        It takes the lock only if something changes. Returns the schema version that was found.
         Raises Unavailable: see scripts_for.
         """
 
@@ -148,10 +154,6 @@ class Connection(ABC):
     @abstractmethod
     def commit(self) -> None:
         """Commit the transaction, if there is one."""
-
-    @abstractmethod
-    def rollback(self) -> None:
-        """Roll the transaction back, if there is one."""
 
     @abstractmethod
     def close(self) -> None: ...

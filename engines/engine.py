@@ -99,7 +99,7 @@ class Engine(ABC):
 
     @contextmanager
     def writer(self, seconds: float | None = None) -> Iterator[Connection]:
-        """A connection for one statement; or, with `seconds`, for a transaction as long as that.
+        """A connection for one statement; or with `seconds`, for a transaction that may take these.
 
         Raises Unavailable, OutcomeUnknown.
         """
@@ -125,8 +125,7 @@ class Engine(ABC):
         is_new = False
         try:
             if not self._is_migrated:
-                lock = self.write_lock()  # which migrate enters if it has to
-                is_new = connection.migrate(creates, lock) == EMPTY
+                is_new = connection.migrate(creates, self.write_lock) == EMPTY
                 self._is_migrated = True
         except BaseException:
             connection.close()

@@ -88,8 +88,8 @@ class DatabaseFile:
         None if a file was or is there. Raises Unavailable, OSError.
         """
         wal = f"{self.target}-wal"
-        # Look for the -wal before the file. Whoever creates a database makes the file first, so a
-        # -wal that was there without a file is what a lost database has left.
+        # The -wal first: a process that creates the database now makes the file before it. So only a
+        # database that was lost leaves one without a file.
         has_wal = os.path.exists(wal)
         if self._id or os.path.exists(self.path):
             return None

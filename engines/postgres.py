@@ -4,7 +4,6 @@ import re
 import select
 import time
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -12,7 +11,7 @@ import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
 from engines import migrations
-from engines.connection import Columns, Connection, Parameters, Project, Rows
+from engines.connection import Columns, Connection, Parameters, Project, Rows, WriteLock
 from engines.engine import COMMAND_TIMEOUT, REQUEST_TIMEOUT, Engine
 from engines.errors import OutcomeUnknown, Unavailable
 from engines.fields import FIELDS, SETTABLE, TEXT
@@ -87,7 +86,6 @@ DOCUMENT = document_sql()
 ETAG = "(version::text || '-' || updated_at::text)"
 ETAG_IS_ALLOWED = f"""(:if_match::jsonb IS NULL OR :if_match::jsonb ? {ETAG})
     AND (:if_none_match::jsonb IS NULL OR NOT :if_none_match::jsonb ? {ETAG})"""
-# It locks the account's row, even of a full account, so that nobody deletes a Project meanwhile.
 COUNT_PROJECT = """
     INSERT INTO account AS present (name, last_seq, project_count)
     VALUES (:account, 1, 1)
@@ -124,7 +122,6 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
             {", ".join(SETTABLE)})
         SELECT :id, name, last_seq, :key, :fingerprint, :now, :now, :{", :".join(SETTABLE)}
         FROM counted
-        ON CONFLICT (account, key) DO NOTHING
         RETURNING id, {ETAG}, convert_to({DOCUMENT}, 'UTF8')"""
     UPDATE = f"""
         WITH changed AS (
@@ -196,7 +193,7 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
         poll.register(self, select.POLLIN)
         return bool(poll.poll(milliseconds))
 
-    def migrate(self, creates: bool, _write_lock: AbstractContextManager[None]) -> int:
+    def migrate(self, creates: bool, _write_lock: WriteLock) -> int:
         with self.transaction():
             self.execute(f"SELECT pg_advisory_xact_lock({migrations.APPLICATION_ID})")
             [(encoding, found)] = self.execute(INSPECT).fetchall()
@@ -213,6 +210,14 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
         if scripts:
             self.start_deadline()  # a request's again
         return int(found)
+
+    def lock_account(self, account: str) -> None:
+        # An account without Projects has no row yet.
+        self.fetch(
+            """INSERT INTO account (name) VALUES (:account)
+            ON CONFLICT (name) DO UPDATE SET last_seq = account.last_seq""",
+            {"account": account},
+        )
 
     def require_coordinator(self) -> None:
         """On a cluster, raises Unavailable at a worker, where the tables cannot be changed."""
@@ -249,8 +254,6 @@ class ClusterConnection(PostgreSQLConnection):
     """
 
     ALWAYS_IN_TRANSACTION = True
-    # Without what counts the Project: as one statement with it, this would be a two-phase commit on
-    # every node.
     CREATE = f"""
         -- Citus refuses INSERT INTO ... SELECT without the alias. The account is that of the row
         -- in `account`, so that Citus sees a join by account, which one node can do.
@@ -258,12 +261,12 @@ class ClusterConnection(PostgreSQLConnection):
             {", ".join(SETTABLE)})
         SELECT :id, name, last_seq, :key, :fingerprint, :now, :now, :{", :".join(SETTABLE)}
         FROM account WHERE name = :account
-        ON CONFLICT (account, key) DO NOTHING
         RETURNING id, {ETAG}, convert_to({DOCUMENT}, 'UTF8')"""
 
     def create_project(
         self, account: str, id: str, columns: Columns, now: int, limit: int
     ) -> Project | None:
+        # Within CREATE, this would make a two-phase commit on every node.
         if not self.fetch(COUNT_PROJECT, {"account": account, "limit": limit}):
             return None  # the account is full
         return super().create_project(account, id, columns, now, limit)
@@ -277,7 +280,7 @@ class ClusterConnection(PostgreSQLConnection):
                 raise OutcomeUnknown(one_line(error)) from error
             raise
 
-    def migrate(self, creates: bool, write_lock: AbstractContextManager[None]) -> int:
+    def migrate(self, creates: bool, write_lock: WriteLock) -> int:
         found = super().migrate(creates, write_lock)
         if found != migrations.SCHEMA_VERSION:
             # Citus copies no comment to the workers. A worker that cannot be reached now gets it

@@ -8,12 +8,12 @@ import threading
 import time
 import weakref
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from engines import migrations
-from engines.connection import Connection, Parameters, Rows
+from engines.connection import Connection, Parameters, Rows, WriteLock
 from engines.engine import Acquisition, Engine
 from engines.errors import OutcomeUnknown, Unavailable
 from engines.fields import FIELDS, JSON, SETTABLE
@@ -45,7 +45,7 @@ ETAG_IS_ALLOWED = f"""(:if_match IS NULL
 
 
 class SQLiteConnection(sqlite3.Connection, Connection):
-    """A connection whose `commit` and `rollback` are the driver's."""
+    """A connection whose `commit` is the driver's."""
 
     SCHEMA = "sqlite.sql"
     MIGRATIONS = migrations.SQLITE
@@ -69,7 +69,6 @@ class SQLiteConnection(sqlite3.Connection, Connection):
             :key, :fingerprint, :now, :now, :{", :".join(SETTABLE)}
         WHERE coalesce((SELECT project_count FROM account WHERE name = :account), 0)
             < :limit
-        ON CONFLICT (account, key) DO NOTHING
         RETURNING id, {ETAG}, CAST({DOCUMENT} AS BLOB)"""
     UPDATE = f"""
         UPDATE project
@@ -104,12 +103,12 @@ class SQLiteConnection(sqlite3.Connection, Connection):
         super().close()
         self.file.remove_connection()
 
-    def migrate(self, creates: bool, write_lock: AbstractContextManager[None]) -> int:
+    def migrate(self, creates: bool, write_lock: WriteLock) -> int:
         found, is_wal = inspect(self)
         scripts = self.scripts_for(found, creates)  # before anything changes
         if is_wal and not scripts:
             return found
-        with write_lock:
+        with write_lock():
             self.execute("PRAGMA journal_mode = WAL")  # which no transaction can set
             found, _ = inspect(self)  # again: another process may have been first
             scripts = self.scripts_for(found, creates)
