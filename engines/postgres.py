@@ -338,8 +338,10 @@ class PostgreSQL(Engine):
             # The error is that of the last host. Only the time shows that one was silent.
             is_silent = time.monotonic() - started >= self._connect_timeout
             raise (ServerTimeout if is_silent else Unavailable)(one_line(error)) from error
-        # REQUEST_TIMEOUT in all, and what the URL's connect_timeout adds to the default.
-        connection.deadline = started + self._connect_timeout - CONNECT_TIMEOUT + REQUEST_TIMEOUT
+        # What connecting takes beyond CONNECT_TIMEOUT, past silent hosts or as the URL allows, does
+        # not count. Otherwise the first statements might have no time left.
+        elapsed = min(time.monotonic() - started, CONNECT_TIMEOUT)
+        connection.deadline = time.monotonic() + REQUEST_TIMEOUT - elapsed
         try:
             connection.execute(SETTINGS)
             [(connection.is_on_cluster,)] = connection.execute(IS_ON_CLUSTER)

@@ -651,6 +651,13 @@ def test_silent_host_is_passed_over(database, store):
                 assert passing.list_tokens() == []
 
 
+def test_statements_have_time_however_many_hosts_are_silent(database, store):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        hosts = f"127.0.0.1:{silent.getsockname()[1]}," * 3 + "127.0.0.1"
+        with closing(store_on(database.replace("127.0.0.1", hosts))) as passing:
+            assert passing.list_tokens() == []
+
+
 def test_silent_host_before_one_that_refuses_holds_up_a_single_caller():
     """psycopg reports the last host, which has been heard."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
