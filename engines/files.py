@@ -88,10 +88,11 @@ class DatabaseFile:
         None if a file was or is there. Raises Unavailable, OSError.
         """
         wal = f"{self.target}-wal"
-        # The -wal first: a process that creates the database now makes the file before it. So only a
-        # database that was lost leaves one without a file.
+        # A process that creates the database now makes the file, then its -wal. They are looked for
+        # in the opposite order, or it might seem to be a -wal whose file was lost.
         has_wal = os.path.exists(wal)
-        if self._id or os.path.exists(self.path):
+        has_file = self._id or os.path.exists(self.path)
+        if has_file:
             return None
         if has_wal:
             # SQLite would delete it, and with it the last writes that were acknowledged.

@@ -132,9 +132,9 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
             RETURNING project.*)
         -- Not in RETURNING, where Citus takes only what is immutable.
         SELECT id, {ETAG}, convert_to({DOCUMENT}, 'UTF8') FROM changed"""
-    # The condition is tested twice. `locked` sees the Project as it was when the statement began;
-    # if it refuses the deletion, nothing is locked. `deleted` waits for the locks, and sees the
-    # newest version (READ COMMITTED).
+    # The condition is tested twice: before the account is locked, so that a deletion that is refused
+    # locks nothing; and once it is locked, since the Project may have changed while the statement
+    # waited. (READ COMMITTED shows the newest version then.)
     DELETE = f"""
         WITH locked AS (
             SELECT name FROM account
