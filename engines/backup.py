@@ -20,16 +20,16 @@ from engines.files import new_file
 from engines.migrations import EMPTY, incompatibility
 from engines.sqlite import SQLite, inspect, raise_if_full
 
-# The columns of each table, in the order in which a restore fills them: `project` precedes `part`,
-# which refers to it, and `account` is last, since SQLite's triggers write it meanwhile.
+# The columns of each table, in the order in which a restore fills them: `account` precedes `project`,
+# for which SQLite's triggers would add it, and that precedes `part`, which refers to it.
 COLUMNS = {
     "token": ("id", "account", "digest", "created_at", "expires_at"),
+    "account": ("name", "last_seq", "project_count"),
     "project": (*FIELDS, "account", "seq", "key", "fingerprint"),
     "part": ("id", "project", "kind", "account"),
-    "account": ("name", "last_seq", "project_count"),
 }
-# A row for each account, with its Projects counted anew. `last_seq` is never lowered: it is higher
-# than any seq if the last Projects were deleted.
+# Counts the Projects of each account anew, and adds an account that is missing. `last_seq` is never
+# lowered: it is higher than any seq if the last Projects were deleted.
 REBUILD_ACCOUNTS = """
     INSERT INTO account (name, last_seq, project_count)
     SELECT name, max(last_seq), sum(project_count)
@@ -176,9 +176,6 @@ def copy_rows(source: Engine, target: Engine) -> Sequence[int]:
         writer.lock_out_writers()
         require_empty(writer)  # another restore may have been first
         for table in COLUMNS:
-            if table == "account":
-                # SQLite's triggers have filled it with lower values of last_seq.
-                writer.fetch("DELETE FROM account", {})
             copy_table(reader, writer, table)
         writer.advance_token_sequence()
         writer.fetch(REBUILD_ACCOUNTS, {})

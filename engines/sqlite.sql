@@ -49,7 +49,8 @@ CREATE INDEX part_project ON part (account, project);
 -- These count in the transaction of the change: in SQLite, one statement cannot change two tables.
 CREATE TRIGGER project_insert AFTER INSERT ON project BEGIN
     INSERT INTO account (name, last_seq, project_count) VALUES (new.account, new.seq, 1)
-    ON CONFLICT (name) DO UPDATE SET last_seq = new.seq, project_count = project_count + 1;
+    ON CONFLICT (name) DO UPDATE
+        SET last_seq = max(last_seq, new.seq), project_count = project_count + 1;
 END;
 CREATE TRIGGER project_delete AFTER DELETE ON project BEGIN
     UPDATE account SET project_count = project_count - 1 WHERE name = old.account;
