@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from engines.connection import Columns, Precondition, Project
-from engines.engine import COMMAND_TIMEOUT, REQUEST_TIMEOUT, Acquisition, Engine
+from engines.engine import COMMAND_TIMEOUT, Acquisition, Engine
 from engines.errors import Unavailable
 from engines.fields import JSON, SETTABLE
 
@@ -112,8 +112,9 @@ class Store:
         fingerprint = None if key is None else fingerprint_of(columns)
         columns |= {"key": key, "fingerprint": fingerprint}
         project = existing = None
-        # With a key, a transaction, so that nobody else creates or deletes its Project meanwhile.
-        with self.engine.writer(None if key is None else REQUEST_TIMEOUT) as connection:
+        # With a key, a transaction, so that nobody else creates or deletes its Project meanwhile. No
+        # refusal is raised within, since an exception would close the connection.
+        with self.engine.writer(in_transaction=key is not None) as connection:
             if key is not None:
                 connection.lock_account(account)
                 existing = connection.find_by_key(account, key)
@@ -161,7 +162,7 @@ class Store:
         raise Unavailable("the Project could not be deleted")
 
     def _raise_if_refused(self, account: str, id: str, condition: Precondition) -> None:
-        """Raises NotFound or Stale; neither if nothing speaks against another attempt."""
+        """Raises NotFound or Stale, unless the Project may be changed as it is now."""
         if not condition.allows(self.get_project(account, id).etag):
             raise Stale
 
@@ -262,7 +263,7 @@ class Store:
 
     def delete_account(self, name: str) -> None:
         """Delete the account and all that it owns, if there is such an account."""
-        with self.engine.writer(COMMAND_TIMEOUT) as connection:
+        with self.engine.writer(COMMAND_TIMEOUT, in_transaction=True) as connection:
             connection.lock_account(name)
             for sql in (
                 "DELETE FROM project WHERE account = :name",

@@ -90,7 +90,7 @@ def restore(engine: Engine, path: str) -> Restored:
         with scratch(engine.folder) as folder, closing(SQLite(f"{folder}/copy")) as copy:
             copy_file(path, f"{folder}/copy")  # which the engine opens at its first use
             # Only now, so that a file that is not a backup creates nothing.
-            if file := engine.prepare_file():
+            if file := engine.path_to_create():
                 # An interrupted restore must not leave an empty database: the service would start
                 # on it.
                 return Restored(True, *write_file(copy, file))
@@ -171,7 +171,7 @@ def copy_rows(source: Engine, target: Engine) -> Sequence[int]:
     The Projects of each account are counted anew. Returns the numbers of accounts, Projects and
     tokens. Raises Unavailable unless the target is empty.
     """
-    with source.snapshot() as reader, target.writer(COMMAND_TIMEOUT) as writer:
+    with source.snapshot() as reader, target.writer(COMMAND_TIMEOUT, in_transaction=True) as writer:
         require_empty(writer)  # before the lock, which would hold up the writers of a live database
         writer.lock_out_writers()
         require_empty(writer)  # another restore may have been first

@@ -53,8 +53,8 @@ class Engine(ABC):
         """What a writer holds while it writes. By default, nothing."""
         return nullcontext()
 
-    def prepare_file(self) -> str | None:
-        """Create the folder for a missing file, and return the path for that file.
+    def path_to_create(self) -> str | None:
+        """The path of the file that is missing, in a folder that is created if it is missing, too.
 
         None if there is a file, or none is needed. Raises Unavailable, OSError.
         """
@@ -67,7 +67,7 @@ class Engine(ABC):
         whether it was created. Raises Unavailable.
         """
         try:
-            if creates and (path := self.prepare_file()):
+            if creates and (path := self.path_to_create()):
                 create_empty(path)
             connection, is_new = self.connect(creates)
         except BaseException as error:
@@ -98,22 +98,24 @@ class Engine(ABC):
             connection.commit()
 
     @contextmanager
-    def writer(self, seconds: float | None = None) -> Iterator[Connection]:
-        """A connection for one statement; or with `seconds`, for a transaction that may take these.
+    def writer(
+        self, seconds: float = REQUEST_TIMEOUT, *, in_transaction: bool = False
+    ) -> Iterator[Connection]:
+        """A connection for one statement that writes, or for a transaction.
 
-        Raises Unavailable, OutcomeUnknown.
+        A server gives the transaction this long. Raises Unavailable, OutcomeUnknown.
         """
         acquisition = Acquisition(self, writes=True)
         # In this order, since a new connection may take the lock to migrate.
         with acquisition as connection, self.write_lock():
-            if seconds is None and not connection.ALWAYS_IN_TRANSACTION:
+            if in_transaction or connection.ALWAYS_IN_TRANSACTION:
+                connection.begin(seconds)
+                yield connection
+                acquisition.may_have_committed = True
+                connection.commit()
+            else:
                 acquisition.may_have_committed = True  # the statement commits by itself
                 yield connection
-                return
-            connection.begin(seconds or REQUEST_TIMEOUT)
-            yield connection
-            acquisition.may_have_committed = True
-            connection.commit()
 
     def connect(self, creates: bool = False) -> tuple[Connection, bool]:
         """A new connection, and whether it has created the tables.

@@ -26,10 +26,10 @@ def new_file(path: str) -> Iterator[str]:
     if os.path.lexists(path):  # to fail before the work; `give_name` decides
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
     folder = os.path.dirname(os.path.abspath(path))
+    owner = os.stat(folder)
     descriptor, partial = tempfile.mkstemp(".partial", "gardening-", folder)
     try:
         if os.geteuid() == 0:  # the folder's owner, the service's user, gets the file
-            owner = os.stat(folder)
             with suppress(OSError):  # as on NFS, where root may be nobody
                 os.fchown(descriptor, owner.st_uid, owner.st_gid)
         os.close(descriptor)
@@ -82,14 +82,14 @@ class DatabaseFile:
         with suppress(Unavailable):  # the first use will say what is wrong
             self.check_identity()
 
-    def prepare(self) -> str | None:
-        """Create the folder for a missing file, and return the path for that file.
+    def path_to_create(self) -> str | None:
+        """The path of the file that is missing, in a folder that is created if it is missing, too.
 
         None if a file was or is there. Raises Unavailable, OSError.
         """
         wal = f"{self.target}-wal"
-        # A process that creates the database now makes the file, then its -wal. They are looked for
-        # in the opposite order, or it might seem to be a -wal whose file was lost.
+        # The -wal is looked for before the file. A process that creates this database meanwhile makes
+        # the file before the -wal, so its -wal is never found without the file.
         has_wal = os.path.exists(wal)
         has_file = self._id or os.path.exists(self.path)
         if has_file:
@@ -171,7 +171,7 @@ class DatabaseFile:
 class Memory:
     """Stands in for the DatabaseFile of a database in memory."""
 
-    def prepare(self) -> None: ...
+    def path_to_create(self) -> None: ...
 
     def check_identity(self) -> None: ...
 

@@ -233,8 +233,8 @@ class SQLite(Engine):
                 raise_if_full(error, path)
                 raise
 
-    def prepare_file(self) -> str | None:
-        return self._file.prepare()
+    def path_to_create(self) -> str | None:
+        return self._file.path_to_create()
 
     def check(self) -> None:
         super().check()

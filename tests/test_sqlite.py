@@ -298,7 +298,7 @@ def test_writers_queue_in_the_lock_file(store, park, database, key):
 
 def test_process_that_is_forked_during_a_write_holds_nobody_up(park, database):
     """It has the file of the queue open for as long as it lives."""
-    script = """with store.engine.writer(9):
+    script = """with store.engine.writer(in_transaction=True):
         child = os.fork() or signal.pause()
     try:
         write(store)
