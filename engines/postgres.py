@@ -44,21 +44,17 @@ OUTAGES = (
     "XX001",  # damage
     "XX002",
 )
-# The comment on the table of Projects, with the schema version.
-MARK = "Gardening Project Service, schema version "
-# The encoding; and the schema version in the mark, or FOREIGN if there is any table but those of
-# extensions, or EMPTY. Before release 1.0.0, the mark had other words before the number.
-INSPECT = f"""
-SELECT current_setting('server_encoding'), coalesce(
-    substring(obj_description(to_regclass('project'), 'pg_class')
-        FROM '^Gardening Project Service, .* ([0-9]+)$')::int,
-    (SELECT {migrations.FOREIGN} FROM pg_class
-    WHERE relnamespace = (SELECT oid FROM pg_namespace WHERE nspname = current_schema())
-        AND relkind IN ('r', 'p')
-        AND NOT EXISTS (SELECT FROM pg_depend
-            WHERE classid = 'pg_class'::regclass AND objid = pg_class.oid AND deptype = 'e')
-    LIMIT 1),
-    {migrations.EMPTY})
+# The comment on the table of Projects marks a database as ours.
+MARK = f"Gardening Project Service, schema version {migrations.SCHEMA_VERSION}"
+# The encoding, the mark, and whether there is any table but those of extensions.
+INSPECT = """
+SELECT current_setting('server_encoding'),
+    coalesce(obj_description(to_regclass('project'), 'pg_class'), ''),
+    EXISTS (SELECT FROM pg_class
+        WHERE relnamespace = (SELECT oid FROM pg_namespace WHERE nspname = current_schema())
+            AND relkind IN ('r', 'p')
+            AND NOT EXISTS (SELECT FROM pg_depend
+                WHERE classid = 'pg_class'::regclass AND objid = pg_class.oid AND deptype = 'e'))
 """
 # Whatever the server's defaults, writers of an account wait for each other instead of failing, and
 # a commit waits for the disk and the synchronous standby.
@@ -182,7 +178,7 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
             return super().wait(*args, **kwargs)
         except psycopg.OperationalError as error:
             if time.monotonic() < self.deadline:
-                raise
+                raise  # it is no timeout
             if self._has_input(STILL_ARRIVING):  # a long list, not a silent server
                 raise psycopg.OperationalError("the response is too long") from error
             raise ServerTimeout("no response before the deadline") from error
@@ -196,20 +192,20 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
     def migrate(self, creates: bool, _write_lock: WriteLock) -> int:
         with self.transaction():
             self.execute(f"SELECT pg_advisory_xact_lock({migrations.APPLICATION_ID})")
-            [(encoding, found)] = self.execute(INSPECT).fetchall()
+            [(encoding, mark, has_tables)] = self.execute(INSPECT).fetchall()
             if encoding != "UTF8":
                 raise Unavailable(f"the database is in {encoding}, not in UTF8")
+            found = version_in(mark, has_tables)
             scripts = self.scripts_for(found, creates)
             if scripts:
                 self.require_coordinator()
                 self.set_timeouts(COMMAND_TIMEOUT)
-                mark = f"COMMENT ON TABLE project IS '{MARK}{migrations.SCHEMA_VERSION}'"
                 # The file with the tables may be several statements at once: no table is spread yet.
-                for script in [*scripts, mark]:
+                for script in [*scripts, f"COMMENT ON TABLE project IS '{MARK}'"]:
                     self.execute(script)
         if scripts:
             self.start_deadline()  # a request's again
-        return int(found)
+        return found
 
     def lock_account(self, account: str) -> None:
         # An account without Projects has no row yet.
@@ -338,10 +334,10 @@ class PostgreSQL(Engine):
             # The error is that of the last host. Only the time shows that one was silent.
             is_silent = time.monotonic() - started >= self._connect_timeout
             raise (ServerTimeout if is_silent else Unavailable)(one_line(error)) from error
-        # What connecting takes beyond CONNECT_TIMEOUT, past silent hosts or as the URL allows, does
-        # not count. Otherwise the first statements might have no time left.
-        elapsed = min(time.monotonic() - started, CONNECT_TIMEOUT)
-        connection.deadline = time.monotonic() + REQUEST_TIMEOUT - elapsed
+        # Connecting uses up CONNECT_TIMEOUT of the REQUEST_TIMEOUT at most. If it took longer, past
+        # silent hosts or as the URL allows, the first statements still have some time.
+        used = min(time.monotonic() - started, CONNECT_TIMEOUT)
+        connection.deadline = time.monotonic() + REQUEST_TIMEOUT - used
         try:
             connection.execute(SETTINGS)
             [(connection.is_on_cluster,)] = connection.execute(IS_ON_CLUSTER)
@@ -390,6 +386,14 @@ def addresses(parameters: Mapping[str, Any]) -> str:
         ports *= len(hosts)
     pairs = zip(hosts, ports, strict=False)  # libpq refuses lists of different lengths
     return ",".join(f"{host}:{port}" if port else host for host, port in pairs)
+
+
+def version_in(mark: str, has_tables: bool) -> int:
+    """The schema version of a database, or EMPTY, or FOREIGN."""
+    # Before release 1.0.0, there were other words before the number.
+    if found := re.fullmatch("Gardening Project Service, .* ([0-9]+)", mark):
+        return int(found[1])
+    return migrations.FOREIGN if has_tables else migrations.EMPTY
 
 
 @cache
