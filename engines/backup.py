@@ -16,19 +16,19 @@ from engines.connection import Connection
 from engines.engine import COMMAND_TIMEOUT, Engine
 from engines.errors import OutcomeUnknown, Unavailable
 from engines.fields import FIELDS
-from engines.files import new_file
+from engines.files import create_folder_of, new_file
 from engines.migrations import EMPTY, incompatibility
 from engines.sqlite import SQLite, inspect, raise_if_full
 
-# The columns of each table, in the order in which a restore fills them: `account` precedes `project`,
-# for which SQLite's triggers would add it, and that precedes `part`, which refers to it.
+# The columns of each table, but for what is counted. A restore fills the tables in this order, since
+# `part` refers to `project`, and SQLite's triggers would add the accounts of the Projects.
 COLUMNS = {
     "token": ("id", "account", "digest", "created_at", "expires_at"),
-    "account": ("name", "last_seq", "project_count"),
+    "account": ("name", "last_seq"),
     "project": (*FIELDS, "account", "seq", "key", "fingerprint"),
     "part": ("id", "project", "kind", "account"),
 }
-# Counts the Projects of each account anew, and adds an account that is missing. `last_seq` is never
+# Counts the Projects of each account, and adds an account that is missing. `last_seq` is never
 # lowered: it is higher than any seq if the last Projects were deleted.
 REBUILD_ACCOUNTS = """
     INSERT INTO account (name, last_seq, project_count)
@@ -91,6 +91,7 @@ def restore(engine: Engine, path: str) -> Restored:
             copy_file(path, f"{folder}/copy")  # which the engine opens at its first use
             # Only now, so that a file that is not a backup creates nothing.
             if file := engine.path_to_create():
+                create_folder_of(file)
                 # An interrupted restore must not leave an empty database: the service would start
                 # on it.
                 return Restored(True, *write_file(copy, file))
@@ -179,7 +180,7 @@ def copy_rows(source: Engine, target: Engine) -> Sequence[int]:
             copy_table(reader, writer, table)
         writer.advance_token_sequence()
         writer.fetch(REBUILD_ACCOUNTS, {})
-        # Before the commit, so that no failure follows a success.
+        # Before the commit, so that no count fails after a success.
         return [int(writer.fetch(count, {})[0][0]) for count in COUNTS]
 
 

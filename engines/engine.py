@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from engines.breaker import Breaker
 from engines.connection import Connection, Parameters, Rows
 from engines.errors import Unavailable
-from engines.files import create_empty
+from engines.files import create_empty, create_folder_of
 from engines.migrations import EMPTY
 
 REQUEST_TIMEOUT = 4.5  # seconds for a statement or a transaction of a request
@@ -54,9 +54,9 @@ class Engine(ABC):
         return nullcontext()
 
     def path_to_create(self) -> str | None:
-        """The path of the file that is missing, in a folder that is created if it is missing, too.
+        """The path at which the database's file is missing; None if it needs none.
 
-        None if there is a file, or none is needed. Raises Unavailable, OSError.
+        Raises Unavailable if no file may be created there.
         """
         return None
 
@@ -68,6 +68,7 @@ class Engine(ABC):
         """
         try:
             if creates and (path := self.path_to_create()):
+                create_folder_of(path)
                 create_empty(path)
             connection, is_new = self.connect(creates)
         except BaseException as error:

@@ -83,9 +83,9 @@ class DatabaseFile:
             self.check_identity()
 
     def path_to_create(self) -> str | None:
-        """The path of the file that is missing, in a folder that is created if it is missing, too.
+        """The path at which the file is missing; None if it is or was there.
 
-        None if a file was or is there. Raises Unavailable, OSError.
+        Raises Unavailable if no file may be created there.
         """
         wal = f"{self.target}-wal"
         # The -wal is looked for before the file. A process that creates this database meanwhile makes
@@ -99,9 +99,7 @@ class DatabaseFile:
             raise Unavailable(f"{wal} has no database beside it; move it away first")
         if os.path.islink(self.path):  # to a disk that is not mounted, perhaps
             raise Unavailable(f"a link that leads to no file: {self.path}")
-        with suppress(FileExistsError):
-            os.mkdir(os.path.dirname(self.path))
-        return self.target
+        return self.path
 
     def check_identity(self, outage: type[Unavailable] = Unavailable) -> None:
         """Raise this outage if the name leads to no file, or to another than the first one."""
@@ -181,6 +179,12 @@ class Memory:
 
     def lock(self, _deadline: float) -> AbstractContextManager[None]:
         return nullcontext()
+
+
+def create_folder_of(path: str) -> None:
+    """Create the folder for this file, unless there is one. Raises OSError."""
+    with suppress(FileExistsError):
+        os.mkdir(os.path.dirname(path))
 
 
 def create_empty(path: str) -> None:

@@ -45,7 +45,7 @@ ETAG_IS_ALLOWED = f"""(:if_match IS NULL
 
 
 class SQLiteConnection(sqlite3.Connection, Connection):
-    """A connection whose `commit` is the driver's."""
+    """A connection to one file, or to the database in memory."""
 
     SCHEMA = "sqlite.sql"
     MIGRATIONS = migrations.SQLITE
@@ -145,7 +145,7 @@ def inspect(connection: sqlite3.Connection) -> tuple[int, bool]:
 
 
 def raise_if_full(error: sqlite3.Error, path: str) -> None:
-    """Name the disk of the copy at this path, for which SQLite's own message has no name."""
+    """Say that it is the disk of the copy at this path: SQLite names no disk."""
     if error.sqlite_errorname == "SQLITE_FULL":
         raise Unavailable(f"no space left in {os.path.dirname(path)}") from error
 
