@@ -128,16 +128,16 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
             RETURNING project.*)
         -- Not in RETURNING, where Citus takes only what is immutable.
         SELECT id, {ETAG}, convert_to({DOCUMENT}, 'UTF8') FROM changed"""
-    # The condition is tested twice: before the account is locked, so that a deletion that is refused
-    # locks nothing; and once it is locked, since the Project may have changed while the statement
-    # waited. (READ COMMITTED shows the newest version then.)
     DELETE = f"""
         WITH locked AS (
+            -- A deletion that is refused should lock nothing, so the condition is tested first.
             SELECT name FROM account
             WHERE name = :account AND EXISTS (SELECT FROM project
                 WHERE id = :id AND account = :account AND {ETAG_IS_ALLOWED})
             FOR UPDATE),
         deleted AS (
+            -- And again, since the Project may have changed while the statement waited for the lock.
+            -- READ COMMITTED shows what it is now.
             DELETE FROM project USING locked
             WHERE id = :id AND account = :account AND {ETAG_IS_ALLOWED}
             RETURNING id),
@@ -334,10 +334,8 @@ class PostgreSQL(Engine):
             # The error is that of the last host. Only the time shows that one was silent.
             is_silent = time.monotonic() - started >= self._connect_timeout
             raise (ServerTimeout if is_silent else Unavailable)(one_line(error)) from error
-        # Connecting uses up CONNECT_TIMEOUT of the REQUEST_TIMEOUT at most. If it took longer, past
-        # silent hosts or as the URL allows, the first statements still have some time.
-        used = min(time.monotonic() - started, CONNECT_TIMEOUT)
-        connection.deadline = time.monotonic() + REQUEST_TIMEOUT - used
+        # To connect, a host had CONNECT_TIMEOUT. The first statements have the rest.
+        connection.deadline = time.monotonic() + REQUEST_TIMEOUT - CONNECT_TIMEOUT
         try:
             connection.execute(SETTINGS)
             [(connection.is_on_cluster,)] = connection.execute(IS_ON_CLUSTER)
