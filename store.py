@@ -72,7 +72,9 @@ DAY = 86_400_000  # milliseconds
 MAX_PROJECTS = 10_000  # of an account, unless a setting says otherwise
 ALWAYS = Precondition()
 WHOLE = Page(0, 2**63 - 1)  # the list as one page; no database takes a larger LIMIT
-ATTEMPTS = 2  # at a change, since Citus may miss a Project that it is moving
+# At a change. Citus may miss a Project that it is moving. And one whose ETag was refused may have
+# changed before it is looked at, so that the condition allows it now.
+ATTEMPTS = 2
 
 
 class Store:

@@ -79,7 +79,7 @@ class Connection(ABC):
         """
 
     def find_by_key(self, account: str, key: str) -> KeyedProject | None:
-        """The account's Project that was created with this key."""
+        """The account's Project that was created with this key. It is for a locked account."""
         rows = self.fetch(
             "SELECT id, fingerprint FROM project WHERE account = :account AND key = :key",
             {"account": account, "key": key},
@@ -87,8 +87,8 @@ class Connection(ABC):
         if not rows:
             return None
         [(id, fingerprint)] = rows
-        project = self.get_project(account, id)
-        return project and KeyedProject(project, fingerprint)
+        [project] = self.fetch(self.GET, {"account": account, "id": id})
+        return KeyedProject(Project(*project), fingerprint)
 
     def list_projects(self, account: str, size: int, after: int, offset: int) -> ProjectPage:
         page = {"account": account, "size": size, "after": after, "offset": offset}
