@@ -87,16 +87,15 @@ class DatabaseFile:
 
         Raises Unavailable if no file may be created there.
         """
-        wal = f"{self.target}-wal"
-        # The -wal is looked for before the file. A process that creates this database meanwhile makes
-        # the file before the -wal, so its -wal is never found without the file.
-        has_wal = os.path.exists(wal)
-        has_file = self._id or os.path.exists(self.path)
-        if has_file:
+        if self._id:
             return None
-        if has_wal:
+        wal = f"{self.target}-wal"
+        # The file is asked for last: a process that creates the database meanwhile makes it first.
+        if os.path.exists(wal) and not os.path.exists(self.path):
             # SQLite would delete it, and with it the last writes that were acknowledged.
             raise Unavailable(f"{wal} has no database beside it; move it away first")
+        if os.path.exists(self.path):
+            return None
         if os.path.islink(self.path):  # to a disk that is not mounted, perhaps
             raise Unavailable(f"a link that leads to no file: {self.path}")
         return self.path
