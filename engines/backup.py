@@ -20,8 +20,8 @@ from engines.files import create_folder_of, new_file
 from engines.migrations import EMPTY, incompatibility
 from engines.sqlite import SQLite, inspect, raise_if_full
 
-# The columns of each table, but for what is counted. A restore fills the tables in this order, since
-# `part` refers to `project`, and SQLite's triggers would add the accounts of the Projects.
+# The columns of each table, but for what is counted. A restore fills the tables in this order: `part`
+# refers to `project`; and on SQLite, a Project whose account is missing would create it.
 COLUMNS = {
     "token": ("id", "account", "digest", "created_at", "expires_at"),
     "account": ("name", "last_seq"),
@@ -128,7 +128,7 @@ def write_file(source: Engine, path: str) -> Sequence[int]:
 def scratch(folder: str | None) -> TemporaryDirectory[str]:
     """A temporary folder for a copy: in this folder, which has room for the data, or in TMPDIR.
 
-    Not in a folder of somebody else, who could put a link in its place while root writes there.
+    If the folder is somebody else's, they could put a link in its place while root writes there.
     """
     is_own = folder and os.path.isdir(folder) and os.stat(folder).st_uid == os.geteuid()
     return TemporaryDirectory(".partial", "gardening-", folder if is_own else None)
@@ -172,6 +172,8 @@ def copy_rows(source: Engine, target: Engine) -> Sequence[int]:
     The Projects of each account are counted anew. Returns the numbers of accounts, Projects and
     tokens. Raises Unavailable unless the target is empty.
     """
+    # If both are SQLite, an error of the source is reported with the name of the target. It is rare:
+    # `copy_file` has checked the source.
     with source.snapshot() as reader, target.writer(COMMAND_TIMEOUT, in_transaction=True) as writer:
         require_empty(writer)  # before the lock, which would hold up the writers of a live database
         writer.lock_out_writers()

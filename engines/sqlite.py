@@ -56,6 +56,7 @@ class SQLiteConnection(sqlite3.Connection, Connection):
     # json_group_array keeps the order of the rows of its subquery.
     LIST = f"""
         SELECT (SELECT project_count FROM account WHERE name = :account),
+            -- The last seq of this part, unless it is the last one of all.
             nullif(max(seq), (SELECT max(seq) FROM project WHERE account = :account)),
             CAST(json_group_array({DOCUMENT}) AS BLOB)
         FROM (SELECT * FROM project WHERE account = :account AND seq > :after
@@ -145,7 +146,7 @@ def inspect(connection: sqlite3.Connection) -> tuple[int, bool]:
 
 
 def raise_if_full(error: sqlite3.Error, path: str) -> None:
-    """Say that it is the disk of the copy at this path: SQLite names no disk."""
+    """Raises Unavailable if the disk of the copy at this path is full: SQLite does not say which."""
     if error.sqlite_errorname == "SQLITE_FULL":
         raise Unavailable(f"no space left in {os.path.dirname(path)}") from error
 
