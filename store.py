@@ -72,9 +72,7 @@ DAY = 86_400_000  # milliseconds
 MAX_PROJECTS = 10_000  # of an account, unless a setting says otherwise
 ALWAYS = Precondition()
 WHOLE = Page(0, 2**63 - 1)  # the list as one page; no database takes a larger LIMIT
-# At a change. Citus may miss a Project that it is moving. And one whose ETag was refused may have
-# changed before it is looked at, so that the condition allows it now.
-ATTEMPTS = 2
+ATTEMPTS = 2  # at a change of a Project; `_raise_if_refused` has the reasons
 
 
 class Store:
@@ -164,7 +162,11 @@ class Store:
         raise Unavailable("the Project could not be deleted")
 
     def _raise_if_refused(self, account: str, id: str, condition: Precondition) -> None:
-        """Raises NotFound or Stale, unless the Project may be changed as it is now."""
+        """Raises NotFound; or Stale if the condition refuses the Project as it is now.
+
+        Otherwise, the change should be tried once more: Citus missed the Project while it moved it,
+        or the Project was refused and has changed since.
+        """
         if not condition.allows(self.get_project(account, id).etag):
             raise Stale
 

@@ -17,6 +17,7 @@ from engines.errors import OutcomeUnknown, Unavailable
 from engines.fields import FIELDS, SETTABLE, TEXT
 
 CONNECT_TIMEOUT = 2  # seconds for each host; libpq takes no less
+FIRST_TIMEOUT = 2  # seconds that the first statements of a connection have at least
 STATEMENT_TIMEOUT = 4  # seconds, after which the server itself ends a statement
 ROW_LOCK_TIMEOUT = 1  # seconds that a statement may wait for a lock
 STILL_ARRIVING = 50  # milliseconds between two parts of a long response, at most
@@ -69,7 +70,10 @@ IS_ON_CLUSTER = "SELECT EXISTS (SELECT FROM pg_extension WHERE extname = 'citus'
 
 
 def document_sql() -> str:
-    """The SQL of a Project's JSON document: byte for byte what SQLite makes."""
+    """The SQL of a Project's JSON document: byte for byte what SQLite makes.
+
+    It is concat('{', '"id":', coalesce(to_json(id)::text, 'null'), ',', '"name":', ..., '}').
+    """
     parts = []
     for name, field in FIELDS.items():
         value = f"to_json({name})" if field.type == TEXT else name
@@ -106,6 +110,7 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
         WHERE id = :id AND account = :account"""
     LIST = f"""
         SELECT (SELECT project_count FROM account WHERE name = :account),
+            -- The last seq of this part, unless it is the last one of all.
             nullif(max(seq), (SELECT max(seq) FROM project WHERE account = :account)),
             convert_to(concat('[', string_agg({DOCUMENT}, ',' ORDER BY seq), ']'), 'UTF8')
         FROM (SELECT * FROM project WHERE account = :account AND seq > :after
@@ -334,8 +339,8 @@ class PostgreSQL(Engine):
             # The error is that of the last host. Only the time shows that one was silent.
             is_silent = time.monotonic() - started >= self._connect_timeout
             raise (ServerTimeout if is_silent else Unavailable)(one_line(error)) from error
-        # To connect, a host had CONNECT_TIMEOUT. The first statements have the rest.
-        connection.deadline = time.monotonic() + REQUEST_TIMEOUT - CONNECT_TIMEOUT
+        # A request has REQUEST_TIMEOUT in all. But past silent hosts, that might be over already.
+        connection.deadline = max(started + REQUEST_TIMEOUT, time.monotonic() + FIRST_TIMEOUT)
         try:
             connection.execute(SETTINGS)
             [(connection.is_on_cluster,)] = connection.execute(IS_ON_CLUSTER)

@@ -289,7 +289,7 @@ def test_first_use_of_a_server_that_falls_silent_is_given_up(
     command = [sys.executable, "-c", FIRST_USE, database]
     with psycopg.connect(database) as other, ThreadPoolExecutor() as pool:
         other.execute(f"LOCK TABLE {table}")
-        with lasts(2, 10):  # a process has to start as well
+        with lasts(4, 10):  # a process has to start as well
             first_use = pool.submit(run, *command, folder=folder, status=1)
             waiting(database)
             with silence(pgserver, database):
