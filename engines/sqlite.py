@@ -91,14 +91,11 @@ class SQLiteConnection(sqlite3.Connection, Connection):
         self.execute("BEGIN IMMEDIATE")
 
     def close(self) -> None:
-        """Close the connection, and leave no -wal that SQLite would apply to another file.
-
-        If the database file was replaced, the contents of its -wal go into the old file first:
-        SQLite does not do so when it closes a file that was moved.
-        """
         try:
             self.file.check_identity()
         except Unavailable:
+            # SQLite would leave the -wal of a file that has lost its name, and apply it to the next
+            # file with this name. This moves its contents into the old file.
             with suppress(sqlite3.Error):
                 self.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         super().close()
