@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from engines.connection import Columns, Precondition, Project
-from engines.engine import COMMAND_TIMEOUT, Acquisition, Engine
+from engines.engine import Acquisition, Engine
 from engines.errors import Unavailable
 from engines.fields import JSON, SETTABLE
 
@@ -267,7 +267,8 @@ class Store:
 
     def delete_account(self, name: str) -> None:
         """Delete the account and all that it owns, if there is such an account."""
-        with self.engine.writer(COMMAND_TIMEOUT, in_transaction=True) as connection:
+        with self.engine.writer(in_transaction=True) as connection:
+            connection.extend_timeouts()
             connection.lock_account(name)
             for sql in (
                 "DELETE FROM project WHERE account = :name",

@@ -13,15 +13,16 @@ from typing import NamedTuple
 import click
 
 from engines.connection import Connection
-from engines.engine import COMMAND_TIMEOUT, Engine
+from engines.engine import Engine
 from engines.errors import OutcomeUnknown, Unavailable
 from engines.fields import FIELDS
 from engines.files import create_folder_of, new_file
 from engines.migrations import EMPTY, incompatibility
 from engines.sqlite import SQLite, inspect, raise_if_full
 
-# The columns of each table, but for what is counted. A restore fills the tables in this order: `part`
-# refers to `project`; and on SQLite, a Project whose account is missing would create it.
+# The columns of each table, but for what is counted. A restore fills the tables in this order, since
+# `part` refers to `project`, and since SQLite's triggers create the account of a Project if it is
+# missing, so that it could not be inserted any more.
 COLUMNS = {
     "token": ("id", "account", "digest", "created_at", "expires_at"),
     "account": ("name", "last_seq"),
@@ -175,7 +176,8 @@ def copy_rows(source: Engine, target: Engine) -> Sequence[int]:
     """
     # If both are SQLite, an error of the source is reported with the name of the target. It is rare:
     # `copy_file` has checked the source.
-    with source.snapshot() as reader, target.writer(COMMAND_TIMEOUT, in_transaction=True) as writer:
+    with source.snapshot() as reader, target.writer(in_transaction=True) as writer:
+        writer.extend_timeouts()
         require_empty(writer)  # before the lock, which would hold up the writers of a live database
         writer.lock_out_writers()
         require_empty(writer)  # another restore may have been first

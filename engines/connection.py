@@ -139,7 +139,7 @@ class Connection(ABC):
     def migrate(self, creates: bool, write_lock: WriteLock) -> int:
         """Bring the tables up to date, or with `creates` create them; leave alone what is not ours.
 
-        It takes the lock only if something changes. Returns the schema version that was found.
+        On SQLite, the lock is taken if something changes. Returns the schema version that was found.
         Raises Unavailable: see scripts_for.
         """
 
@@ -148,8 +148,8 @@ class Connection(ABC):
         """Run a statement and return all its rows."""
 
     @abstractmethod
-    def begin(self, seconds: float) -> None:
-        """Begin a transaction that writes, and may take this long."""
+    def begin(self) -> None:
+        """Begin a transaction that writes."""
 
     @abstractmethod
     def commit(self) -> None:
@@ -166,6 +166,9 @@ class Connection(ABC):
         return True
 
     # For commands alone:
+
+    def extend_timeouts(self) -> None:
+        """Let the transaction take as long as an operator may wait. By default, nothing limits it."""
 
     @abstractmethod
     def begin_snapshot(self) -> None:

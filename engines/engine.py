@@ -13,9 +13,6 @@ from engines.errors import Unavailable
 from engines.files import create_empty, create_folder_of
 from engines.migrations import EMPTY
 
-REQUEST_TIMEOUT = 4.5  # seconds for a statement or a transaction of a request
-COMMAND_TIMEOUT = 3600  # seconds for what an operator asks for
-
 
 class Engine(ABC):
     """A database.
@@ -99,23 +96,21 @@ class Engine(ABC):
             connection.commit()
 
     @contextmanager
-    def writer(
-        self, seconds: float = REQUEST_TIMEOUT, *, in_transaction: bool = False
-    ) -> Iterator[Connection]:
+    def writer(self, *, in_transaction: bool = False) -> Iterator[Connection]:
         """A connection for one statement that writes, or for a transaction.
 
-        A server gives the transaction this long. Raises Unavailable, OutcomeUnknown.
+        Raises Unavailable, OutcomeUnknown.
         """
         acquisition = Acquisition(self, writes=True)
         # In this order, since a new connection may take the lock to migrate.
         with acquisition as connection, self.write_lock():
             if in_transaction or connection.ALWAYS_IN_TRANSACTION:
-                connection.begin(seconds)
+                connection.begin()
                 yield connection
                 acquisition.may_have_committed = True
                 connection.commit()
             else:
-                acquisition.may_have_committed = True  # the statement commits by itself
+                acquisition.may_have_committed = True  # soon: the statement commits by itself
                 yield connection
 
     def connect(self, creates: bool = False) -> tuple[Connection, bool]:

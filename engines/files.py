@@ -13,7 +13,7 @@ from engines.errors import OutcomeUnknown, Unavailable
 
 POLL_INTERVAL = 0.0002  # seconds between two attempts to acquire an flock
 FileID = tuple[int, int] | None  # device and inode; None: no file was seen yet
-# The file and the process of each open connection. A fork inherits its parent's.
+# The file and the process of each open connection.
 CONNECTIONS: list[tuple[FileID, int]] = []
 
 
@@ -87,15 +87,13 @@ class DatabaseFile:
 
         Raises Unavailable if no file may be created there.
         """
-        if self._id:
+        if self._id or os.path.exists(self.path):
             return None
         wal = f"{self.target}-wal"
-        # The file is asked for last: a process that creates the database meanwhile makes it first.
+        # Another process may have created both meanwhile, so the file is asked for again.
         if os.path.exists(wal) and not os.path.exists(self.path):
             # SQLite would delete it, and with it the last writes that were acknowledged.
             raise Unavailable(f"{wal} has no database beside it; move it away first")
-        if os.path.exists(self.path):
-            return None
         if os.path.islink(self.path):  # to a disk that is not mounted, perhaps
             raise Unavailable(f"a link that leads to no file: {self.path}")
         return self.path
@@ -125,6 +123,7 @@ class DatabaseFile:
         inherits SQLite's record of the locks on the file, but not the locks, so SQLite would lock
         nothing for it, and the parent's last close would delete the -wal that the child writes.
         """
+        # A fork copies the list, with the connections of the parent.
         if any(id == self._id and pid != os.getpid() for id, pid in list(CONNECTIONS)):
             raise Unavailable(f"opened before this process forked: {self.path}")
         CONNECTIONS.append((self._id, os.getpid()))

@@ -12,10 +12,12 @@ from psycopg.conninfo import conninfo_to_dict
 
 from engines import migrations
 from engines.connection import Columns, Connection, Parameters, Project, Rows, WriteLock
-from engines.engine import COMMAND_TIMEOUT, REQUEST_TIMEOUT, Engine
+from engines.engine import Engine
 from engines.errors import OutcomeUnknown, Unavailable
 from engines.fields import FIELDS, SETTABLE, TEXT
 
+REQUEST_TIMEOUT = 4.5  # seconds for a statement or a transaction of a request
+COMMAND_TIMEOUT = 3600  # seconds for what an operator asks for
 CONNECT_TIMEOUT = 2  # seconds for each host; libpq takes no less
 FIRST_TIMEOUT = 2  # seconds that the first statements of a connection have at least
 STATEMENT_TIMEOUT = 4  # seconds, after which the server itself ends a statement
@@ -158,10 +160,8 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
         cursor = self.execute(to_pyformat(sql), parameters, binary=True)
         return cursor.fetchall() if cursor.description else []
 
-    def begin(self, seconds: float) -> None:
+    def begin(self) -> None:
         self.execute("BEGIN")
-        if seconds > REQUEST_TIMEOUT:
-            self.set_timeouts(seconds)
 
     def start_deadline(self) -> None:
         self.deadline = time.monotonic() + REQUEST_TIMEOUT
@@ -170,11 +170,10 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
         # Input that nobody asked for nearly always means that the server has closed the connection.
         return not self._has_input(0)
 
-    def set_timeouts(self, seconds: float) -> None:
-        """Let the transaction take this long."""
-        self.deadline = time.monotonic() + seconds
+    def extend_timeouts(self) -> None:
+        self.deadline = time.monotonic() + COMMAND_TIMEOUT
         for limit in ("lock_timeout", "statement_timeout"):
-            self.execute("SELECT set_config(%s, %s, true)", [limit, f"{seconds}s"])
+            self.execute(f"SET LOCAL {limit} = '{COMMAND_TIMEOUT}s'")
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         # Once connected, psycopg waits for the server here, by default without a limit.
@@ -204,7 +203,7 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
             scripts = self.scripts_for(found, creates)
             if scripts:
                 self.require_coordinator()
-                self.set_timeouts(COMMAND_TIMEOUT)
+                self.extend_timeouts()
                 # The file with the tables may be several statements at once: no table is spread yet.
                 for script in [*scripts, f"COMMENT ON TABLE project IS '{MARK}'"]:
                     self.execute(script)
@@ -225,7 +224,7 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
 
     def begin_snapshot(self) -> None:
         self.execute("BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY")
-        self.set_timeouts(COMMAND_TIMEOUT)
+        self.extend_timeouts()
 
     def stream(self, sql: str) -> Generator[Any]:
         # Because the cursor has a name, the rows stay on the server and come in parts.

@@ -87,7 +87,7 @@ class SQLiteConnection(sqlite3.Connection, Connection):
         # A statement that returns rows commits only when all of them are fetched.
         return self.execute(sql, parameters).fetchall()
 
-    def begin(self, _seconds: float) -> None:
+    def begin(self) -> None:
         self.execute("BEGIN IMMEDIATE")
 
     def close(self) -> None:

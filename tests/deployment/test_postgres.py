@@ -17,9 +17,9 @@ from app import create_app
 from auth import digest
 from deployment.servers.pgserver import BINARIES, WAITS, backends, execute, silence, start_pgserver
 from engines.backup import backup, restore
-from engines.engine import REQUEST_TIMEOUT, Acquisition
+from engines.engine import Acquisition
 from engines.errors import OutcomeUnknown, Unavailable
-from engines.postgres import ClusterConnection, PostgreSQL
+from engines.postgres import REQUEST_TIMEOUT, ClusterConnection, PostgreSQL
 from helpers.later_release import copy_later_release
 from helpers.running import (
     BIN,
@@ -274,7 +274,7 @@ def test_stopped_server_holds_nobody_up(database, pgserver, open_store):
 
 FIRST_USE = """
 import sys
-from engines.postgres import ClusterConnection, PostgreSQL
+from engines.postgres import PostgreSQL
 from store import Store
 Store(PostgreSQL(sys.argv[1])).find_caller(b"")
 """
