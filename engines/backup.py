@@ -20,9 +20,9 @@ from engines.files import create_folder_of, new_file
 from engines.migrations import EMPTY, incompatibility
 from engines.sqlite import SQLite, inspect, raise_if_full
 
-# The columns of each table, but for what is counted. A restore fills the tables in this order, since
-# `part` refers to `project`, and since SQLite's triggers create the account of a Project if it is
-# missing, so that it could not be inserted any more.
+# The columns of each table, but for what is counted. A restore fills the tables in this order: `part`
+# refers to `project`; and if a Project came before its account, SQLite's trigger would create the
+# account, which then could not be inserted.
 COLUMNS = {
     "token": ("id", "account", "digest", "created_at", "expires_at"),
     "account": ("name", "last_seq"),
@@ -40,8 +40,6 @@ REBUILD_ACCOUNTS = """
     GROUP BY name
     ON CONFLICT (name) DO UPDATE
         SET last_seq = excluded.last_seq, project_count = excluded.project_count"""
-
-
 # The numbers of accounts, Projects and tokens, as `Store.list_accounts` has them, for Restored.
 COUNTS = (
     "SELECT count(*) FROM (SELECT name FROM account UNION SELECT account FROM token) AS names",

@@ -143,8 +143,8 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
                 WHERE id = :id AND account = :account AND {ETAG_IS_ALLOWED})
             FOR UPDATE),
         deleted AS (
-            -- And again, since the Project may have changed while the statement waited for the lock.
-            -- READ COMMITTED shows what it is now.
+            -- And again: of a Project that changed while the statement waited for the lock, READ
+            -- COMMITTED tests the newest version.
             DELETE FROM project USING locked
             WHERE id = :id AND account = :account AND {ETAG_IS_ALLOWED}
             RETURNING id),
@@ -183,7 +183,7 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
         except psycopg.OperationalError as error:
             if time.monotonic() < self.deadline:
                 raise  # it is no timeout
-            if self._has_input(STILL_ARRIVING):  # a long list, not a silent server
+            if self._has_input(STILL_ARRIVING):  # too late as well, but the server is not silent
                 raise psycopg.OperationalError("the response is too long") from error
             raise ServerTimeout("no response before the deadline") from error
 
@@ -204,7 +204,8 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
             if scripts:
                 self.require_coordinator()
                 self.extend_timeouts()
-                # The file with the tables may be several statements at once: no table is spread yet.
+                # The file with the tables is one script of many statements, which Citus takes as long
+                # as no table is spread. A migration has one statement in each script.
                 for script in [*scripts, f"COMMENT ON TABLE project IS '{MARK}'"]:
                     self.execute(script)
         if scripts:
@@ -314,8 +315,8 @@ class PostgreSQL(Engine):
         parsed = parse(url)
         self.name = f"postgresql://{addresses(parsed)}/{parsed.get('dbname', '')}"
         self._parameters = DEFAULTS | parsed | {"client_encoding": "UTF8"}
-        given = int(self._parameters["connect_timeout"] or 0)
-        self._connect_timeout = max(CONNECT_TIMEOUT, given)
+        # Connecting takes this long only if a host is silent, in seconds.
+        self._silence = max(CONNECT_TIMEOUT, int(self._parameters["connect_timeout"] or 0))
         # ClusterConnection, once a first connection has shown that this is a cluster.
         self._connection_class = PostgreSQLConnection
 
@@ -336,9 +337,10 @@ class PostgreSQL(Engine):
             )
         except (psycopg.Error, UnicodeError) as error:  # the latter for the host "a..b"
             # The error is that of the last host. Only the time shows that one was silent.
-            is_silent = time.monotonic() - started >= self._connect_timeout
+            is_silent = time.monotonic() - started >= self._silence
             raise (ServerTimeout if is_silent else Unavailable)(one_line(error)) from error
-        # A request has REQUEST_TIMEOUT in all. But past silent hosts, that might be over already.
+        # A request has REQUEST_TIMEOUT in all, also to connect. After several silent hosts, that is
+        # over; then the first statements have FIRST_TIMEOUT.
         connection.deadline = max(started + REQUEST_TIMEOUT, time.monotonic() + FIRST_TIMEOUT)
         try:
             connection.execute(SETTINGS)
