@@ -226,6 +226,23 @@ def test_wal_without_its_database_is_not_thrown_away(database, backup_file, name
         assert not os.path.exists(database)
 
 
+def test_database_that_another_process_creates_is_not_taken_for_a_lost_one(tmp_path):
+    """The file comes first, and then its -wal, between any two looks for them."""
+    engines = [SQLite(str(tmp_path / str(number))) for number in range(3000)]
+
+    def create():
+        for engine in engines:
+            for suffix in ("", "-wal"):
+                Path(f"{engine.name}{suffix}").touch()
+
+    with ThreadPoolExecutor() as pool:
+        creating = pool.submit(create)
+        for engine in engines:
+            while engine.path_to_create() and not creating.done():
+                pass
+        creating.result(LIMIT)
+
+
 @pytest.mark.parametrize("is_idle", [True, False])
 def test_lost_file_is_unavailable_and_not_replaced(store, park, database, is_idle):
     if not is_idle:
