@@ -125,10 +125,9 @@ def write_file(source: Engine, path: str) -> Sequence[int]:
 
 
 def scratch(folder: str | None) -> TemporaryDirectory[str]:
-    """A temporary folder for a copy, in this folder, which has room for the data, if it is our own.
+    """A temporary folder for a copy: in this folder, which has room for the data, or in TMPDIR.
 
-    Otherwise in TMPDIR. In the folder of another user, root's temporary folder could be replaced by a
-    link while root writes to it.
+    In TMPDIR if another user owns this folder, who could put a link in the place of root's.
     """
     is_own = folder and os.path.isdir(folder) and os.stat(folder).st_uid == os.geteuid()
     return TemporaryDirectory(".partial", "gardening-", folder if is_own else None)

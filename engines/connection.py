@@ -159,16 +159,16 @@ class Connection(ABC):
     def close(self) -> None: ...
 
     def start_deadline(self) -> None:
-        """Limit the time for what an idle connection is acquired for."""
+        """Limit the time of what the connection is acquired for."""
 
     def is_usable(self) -> bool:
         """Whether an idle connection can serve another request."""
         return True
 
-    # For commands alone:
-
     def extend_timeouts(self) -> None:
         """Let the transaction take as long as an operator may wait. By default, nothing limits it."""
+
+    # For commands alone:
 
     @abstractmethod
     def begin_snapshot(self) -> None:

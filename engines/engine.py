@@ -110,7 +110,8 @@ class Engine(ABC):
                 acquisition.may_have_committed = True
                 connection.commit()
             else:
-                acquisition.may_have_committed = True  # soon: the statement commits by itself
+                # From here on, an error may follow the commit: the statement commits by itself.
+                acquisition.may_have_committed = True
                 yield connection
 
     def connect(self, creates: bool = False) -> tuple[Connection, bool]:

@@ -78,6 +78,7 @@ class DatabaseFile:
         self.path = os.path.abspath(path)
         # SQLite puts its own files beside the file that a link leads to.
         self.target = os.path.realpath(self.path)
+        self._wal = f"{self.target}-wal"
         self._id: FileID = None
         with suppress(Unavailable):  # the first use will say what is wrong
             self.check_identity()
@@ -89,14 +90,19 @@ class DatabaseFile:
         """
         if self._id or os.path.exists(self.path):
             return None
-        wal = f"{self.target}-wal"
-        # Another process may have created both meanwhile, so the file is asked for again.
-        if os.path.exists(wal) and not os.path.exists(self.path):
+        if self._has_orphan():
             # SQLite would delete it, and with it the last writes that were acknowledged.
-            raise Unavailable(f"{wal} has no database beside it; move it away first")
+            raise Unavailable(f"{self._wal} has no database beside it; move it away first")
         if os.path.islink(self.path):  # to a disk that is not mounted, perhaps
             raise Unavailable(f"a link that leads to no file: {self.path}")
         return self.path
+
+    def _has_orphan(self) -> bool:
+        """Whether there is a -wal whose database file is gone.
+
+        It asks in this order, since a process that creates the two makes the file first.
+        """
+        return os.path.exists(self._wal) and not os.path.exists(self.path)
 
     def check_identity(self, outage: type[Unavailable] = Unavailable) -> None:
         """Raise this outage if the name leads to no file, or to another than the first one."""

@@ -19,7 +19,6 @@ from engines.fields import FIELDS, SETTABLE, TEXT
 REQUEST_TIMEOUT = 4.5  # seconds for a statement or a transaction of a request
 COMMAND_TIMEOUT = 3600  # seconds for what an operator asks for
 CONNECT_TIMEOUT = 2  # seconds for each host; libpq takes no less
-FIRST_TIMEOUT = 2  # seconds that the first statements of a connection have at least
 STATEMENT_TIMEOUT = 4  # seconds, after which the server itself ends a statement
 ROW_LOCK_TIMEOUT = 1  # seconds that a statement may wait for a lock
 STILL_ARRIVING = 50  # milliseconds between two parts of a long response, at most
@@ -133,7 +132,7 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
                 updated_at = greatest(updated_at, :now)
             WHERE id = :id AND account = :account AND {ETAG_IS_ALLOWED}
             RETURNING project.*)
-        -- Not in RETURNING, where Citus takes only what is immutable.
+        -- Not in RETURNING: there, Citus takes only immutable functions in an UPDATE.
         SELECT id, {ETAG}, convert_to({DOCUMENT}, 'UTF8') FROM changed"""
     DELETE = f"""
         WITH locked AS (
@@ -204,8 +203,8 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
             if scripts:
                 self.require_coordinator()
                 self.extend_timeouts()
-                # The file with the tables is one script of many statements, which Citus takes as long
-                # as no table is spread. A migration has one statement in each script.
+                # Only the file with the tables holds several statements. Citus takes them at once,
+                # since no table is spread yet.
                 for script in [*scripts, f"COMMENT ON TABLE project IS '{MARK}'"]:
                     self.execute(script)
         if scripts:
@@ -315,8 +314,6 @@ class PostgreSQL(Engine):
         parsed = parse(url)
         self.name = f"postgresql://{addresses(parsed)}/{parsed.get('dbname', '')}"
         self._parameters = DEFAULTS | parsed | {"client_encoding": "UTF8"}
-        # Connecting takes this long only if a host is silent, in seconds.
-        self._silence = max(CONNECT_TIMEOUT, int(self._parameters["connect_timeout"] or 0))
         # ClusterConnection, once a first connection has shown that this is a cluster.
         self._connection_class = PostgreSQLConnection
 
@@ -336,12 +333,10 @@ class PostgreSQL(Engine):
                 **self._parameters,
             )
         except (psycopg.Error, UnicodeError) as error:  # the latter for the host "a..b"
-            # The error is that of the last host. Only the time shows that one was silent.
-            is_silent = time.monotonic() - started >= self._silence
+            # The error is the last host's. Only the time shows that one of them was silent.
+            is_silent = time.monotonic() - started >= CONNECT_TIMEOUT
             raise (ServerTimeout if is_silent else Unavailable)(one_line(error)) from error
-        # A request has REQUEST_TIMEOUT in all, also to connect. After several silent hosts, that is
-        # over; then the first statements have FIRST_TIMEOUT.
-        connection.deadline = max(started + REQUEST_TIMEOUT, time.monotonic() + FIRST_TIMEOUT)
+        connection.start_deadline()
         try:
             connection.execute(SETTINGS)
             [(connection.is_on_cluster,)] = connection.execute(IS_ON_CLUSTER)
