@@ -29,8 +29,9 @@ COLUMNS = {
     "project": (*FIELDS, "account", "seq", "key", "fingerprint"),
     "part": ("id", "project", "kind", "account"),
 }
-# Counts the Projects of each account, and adds an account that is missing. `last_seq` is never
-# lowered: it is higher than any seq if the last Projects were deleted.
+# Counts the Projects of each account, for which PostgreSQL has no triggers, and adds the accounts that
+# a backup lacks. `last_seq` is never lowered: it is higher than any seq if the last Projects were
+# deleted.
 REBUILD_ACCOUNTS = """
     INSERT INTO account (name, last_seq, project_count)
     SELECT name, max(last_seq), sum(project_count)

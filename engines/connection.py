@@ -120,7 +120,7 @@ class Connection(ABC):
         return bool(self.fetch(self.DELETE, change_parameters(account, id, condition)))
 
     def scripts_for(self, version: int, creates: bool) -> list[str]:
-        """What creates the tables, or brings those of this schema version up to date.
+        """One script that creates the tables, or the statements that migrate those of this version.
 
         Raises Unavailable for a version that this release cannot use, and for an empty database
         unless the caller `creates` the tables.

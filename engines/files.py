@@ -88,11 +88,13 @@ class DatabaseFile:
 
         Raises Unavailable if no file may be created there.
         """
-        if self._id or os.path.exists(self.path):
+        if self._id:
             return None
         if self._has_orphan():
             # SQLite would delete it, and with it the last writes that were acknowledged.
             raise Unavailable(f"{self._wal} has no database beside it; move it away first")
+        if os.path.exists(self.path):
+            return None
         if os.path.islink(self.path):  # to a disk that is not mounted, perhaps
             raise Unavailable(f"a link that leads to no file: {self.path}")
         return self.path
@@ -167,6 +169,7 @@ class DatabaseFile:
                 fcntl.flock(file, fcntl.LOCK_UN)
         finally:
             os.close(file)
+        # Only if the block has succeeded. If the file has lost its name, perhaps it was before a write.
         self.check_identity(OutcomeUnknown)
 
 

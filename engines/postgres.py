@@ -16,7 +16,7 @@ from engines.engine import Engine
 from engines.errors import OutcomeUnknown, Unavailable
 from engines.fields import FIELDS, SETTABLE, TEXT
 
-REQUEST_TIMEOUT = 4.5  # seconds for a statement or a transaction of a request
+REQUEST_TIMEOUT = 4.5  # seconds for a statement or transaction of a request, once connected
 COMMAND_TIMEOUT = 3600  # seconds for what an operator asks for
 CONNECT_TIMEOUT = 2  # seconds for each host; libpq takes no less
 STATEMENT_TIMEOUT = 4  # seconds, after which the server itself ends a statement
@@ -182,7 +182,9 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
         except psycopg.OperationalError as error:
             if time.monotonic() < self.deadline:
                 raise  # it is no timeout
-            if self._has_input(STILL_ARRIVING):  # too late as well, but the server is not silent
+            # It is too late for either. But a server that still sends a long list is not silent, so
+            # it is no timeout for the breaker.
+            if self._has_input(STILL_ARRIVING):
                 raise psycopg.OperationalError("the response is too long") from error
             raise ServerTimeout("no response before the deadline") from error
 
@@ -203,8 +205,7 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
             if scripts:
                 self.require_coordinator()
                 self.extend_timeouts()
-                # Only the file with the tables holds several statements. Citus takes them at once,
-                # since no table is spread yet.
+                # Citus takes a script of several statements as long as no table is spread.
                 for script in [*scripts, f"COMMENT ON TABLE project IS '{MARK}'"]:
                     self.execute(script)
         if scripts:
@@ -314,6 +315,7 @@ class PostgreSQL(Engine):
         parsed = parse(url)
         self.name = f"postgresql://{addresses(parsed)}/{parsed.get('dbname', '')}"
         self._parameters = DEFAULTS | parsed | {"client_encoding": "UTF8"}
+        self._connect_timeout = max(CONNECT_TIMEOUT, int(self._parameters["connect_timeout"] or 0))
         # ClusterConnection, once a first connection has shown that this is a cluster.
         self._connection_class = PostgreSQLConnection
 
@@ -334,7 +336,7 @@ class PostgreSQL(Engine):
             )
         except (psycopg.Error, UnicodeError) as error:  # the latter for the host "a..b"
             # The error is the last host's. Only the time shows that one of them was silent.
-            is_silent = time.monotonic() - started >= CONNECT_TIMEOUT
+            is_silent = time.monotonic() - started >= self._connect_timeout
             raise (ServerTimeout if is_silent else Unavailable)(one_line(error)) from error
         connection.start_deadline()
         try:
