@@ -169,7 +169,7 @@ class DatabaseFile:
                 fcntl.flock(file, fcntl.LOCK_UN)
         finally:
             os.close(file)
-        # Only if the block has succeeded. If the file has lost its name, perhaps it was before a write.
+        # The block has succeeded, but perhaps it wrote to a file that had lost its name before.
         self.check_identity(OutcomeUnknown)
 
 

@@ -182,8 +182,8 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
         except psycopg.OperationalError as error:
             if time.monotonic() < self.deadline:
                 raise  # it is no timeout
-            # It is too late for either. But a server that still sends a long list is not silent, so
-            # it is no timeout for the breaker.
+            # Both fail. But a server that is still sending a long list is not silent, so that is no
+            # timeout for the breaker.
             if self._has_input(STILL_ARRIVING):
                 raise psycopg.OperationalError("the response is too long") from error
             raise ServerTimeout("no response before the deadline") from error
@@ -205,7 +205,7 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
             if scripts:
                 self.require_coordinator()
                 self.extend_timeouts()
-                # Citus takes a script of several statements as long as no table is spread.
+                # Citus takes the file with the tables as one script, since no table is spread yet.
                 for script in [*scripts, f"COMMENT ON TABLE project IS '{MARK}'"]:
                     self.execute(script)
         if scripts:
