@@ -665,3 +665,19 @@ def test_silent_host_before_one_that_refuses_holds_up_a_single_caller():
         store = Store(PostgreSQL(f"postgresql://ann@{hosts}/gardening"))
         refusal(store)
         assert refusal(store).reason == REFUSED_BY_BREAKER
+
+
+def test_host_that_refuses_late_is_not_silent_if_the_url_gives_it_time():
+    def refuse(listener):
+        with listener.accept()[0]:
+            time.sleep(2.2)  # longer than the default allows
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as pool:
+        listener.settimeout(9)
+        refusing = [pool.submit(refuse, listener) for _ in range(2)]
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        store = Store(PostgreSQL(f"postgresql://ann@{address}/gardening?connect_timeout=9"))
+        refusal(store)
+        assert refusal(store).reason != REFUSED_BY_BREAKER
+        for each in refusing:
+            each.result(LIMIT)
