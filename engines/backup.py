@@ -128,8 +128,8 @@ def write_file(source: Engine, path: str) -> Sequence[int]:
 def scratch(folder: str | None) -> TemporaryDirectory[str]:
     """A temporary folder for a copy: in this folder, which has room for the data, or in TMPDIR.
 
-    In TMPDIR for root, if another user owns this folder: that user could replace root's temporary
-    folder by a link.
+    In TMPDIR if another user owns this folder: that user could replace root's temporary folder by a
+    link.
     """
     is_own = folder and os.path.isdir(folder) and os.stat(folder).st_uid == os.geteuid()
     return TemporaryDirectory(".partial", "gardening-", folder if is_own else None)

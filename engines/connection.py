@@ -75,7 +75,7 @@ class Connection(ABC):
     def lock_account(self, account: str) -> None:
         """Let nobody else add or delete its Projects until the transaction ends.
 
-        By default, `begin` does so.
+        By default, nobody can: `begin` has locked them out.
         """
 
     def find_by_key(self, account: str, key: str) -> KeyedProject | None:
@@ -182,7 +182,7 @@ class Connection(ABC):
         """The rows of a statement, one by one, without holding all of them in memory."""
 
     def lock_out_writers(self) -> None:
-        """Let nobody else add anything until the transaction ends. By default, `begin` does so."""
+        """Let nobody else add anything until the transaction ends. By default, nobody can."""
 
     @abstractmethod
     def insert(self, table: str, columns: Iterable[str], rows: Iterable[Any]) -> None:
