@@ -165,10 +165,13 @@ def backup_file(tmp_path):
     return file
 
 
-@pytest.mark.parametrize("is_link", ["the file", "the folder"])
+@pytest.mark.parametrize(
+    "is_link, reason",
+    [("the file", "a link that leads to no file"), ("the folder", "No such file or directory")],
+)
 @pytest.mark.parametrize("is_there", [False, True])
 def test_link_to_a_disk_that_is_not_mounted_gets_no_database(
-    tmp_path, backup_file, is_link, is_there
+    tmp_path, backup_file, is_link, reason, is_there
 ):
     """Its folder may be there, as an empty mount point."""
     disk, instance = tmp_path / "disk", tmp_path / "instance"
@@ -181,7 +184,7 @@ def test_link_to_a_disk_that_is_not_mounted_gets_no_database(
         disk.mkdir()
     engine = SQLite(str(instance / "gardening.db"))
     for use in (lambda: engine.open_database(creates=True), lambda: restore(engine, backup_file)):
-        with pytest.raises(Unavailable):
+        with pytest.raises(Unavailable, match=f"^{reason}: "):
             use()
     assert list(disk.glob("*")) == []
 
