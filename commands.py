@@ -214,7 +214,7 @@ def welcome(app: Flask, host: str, port: int, cert: object, **_: object) -> None
         raise click.ClickException(str(error)) from error
     if not has_tokens:
         setting, place = "", "in this folder"
-        if engine.folder is None:  # a URL, which may have a password
+        if engine.file.folder is None:  # a URL, which may have a password
             place += " and with the same FLASK_DATABASE"
         elif app.config["DATABASE"]:
             setting = f"FLASK_DATABASE={shlex.quote(engine.name)} "

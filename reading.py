@@ -13,8 +13,7 @@ from werkzeug import exceptions as http
 from werkzeug.datastructures import ETags
 
 import schemas
-from engines.connection import Precondition
-from store import Page
+from store import Page, Precondition
 
 MAX_BODY = 64 * 1024  # bytes; the longest texts, all of them escaped, take 13 KB
 # Werkzeug silently cuts a chunked body off here. With one byte more, read_body notices.

@@ -8,11 +8,11 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from engines.connection import Columns, Precondition, Project
-from engines.engine import Acquisition, Engine
+from engines.connection import Connection, Parameters
+from engines.engine import Engine
 from engines.errors import Unavailable
 from engines.fields import JSON, SETTABLE
 
@@ -31,6 +31,23 @@ class KeyReused(Exception):
 
 class AccountFull(Exception):
     """The account is at or over its limit of Projects, which is the argument."""
+
+
+class Project(NamedTuple):
+    id: str
+    etag: str  # made of version and updated_at
+    document: bytes  # JSON
+
+
+class Precondition(NamedTuple):
+    """Which ETags a Project may have, for a change to be made (RFC 9110 13.1)."""
+
+    if_match: Sequence[str] | None = None  # one of these; None: any
+    if_none_match: Sequence[str] = ()  # none of these
+
+    def allows(self, etag: str) -> bool:
+        is_named = self.if_match is None or etag in self.if_match
+        return is_named and etag not in self.if_none_match
 
 
 class ProjectList(NamedTuple):
@@ -107,56 +124,60 @@ class Store:
 
         Raises AccountFull, KeyReused.
         """
-        id = secrets.token_hex(12)
         columns = dict.fromkeys(SETTABLE) | as_columns(fields)
         fingerprint = None if key is None else fingerprint_of(columns)
-        columns |= {"key": key, "fingerprint": fingerprint}
-        project = existing = None
-        # With a key, a transaction, so that nobody else creates or deletes its Project meanwhile. No
-        # refusal is raised within, since an exception would close the connection.
+        parameters = columns | {
+            "account": account,
+            "id": secrets.token_hex(12),
+            "key": key,
+            "fingerprint": fingerprint,
+            "now": self._now(),
+            "limit": self._max_projects,
+        }
+        # With a key, a transaction, so that nobody else creates or deletes its Project meanwhile. A
+        # refusal is a value, since an exception would close the connection.
+        outcome: Project | KeyReused | AccountFull | None = None
         with self.engine.writer(in_transaction=key is not None) as connection:
             if key is not None:
                 connection.lock_account(account)
-                existing = connection.find_by_key(account, key)
-            if existing is None:
-                project = connection.create_project(
-                    account, id, columns, self._now(), self._max_projects
-                )
-        if existing is not None:
-            if existing.fingerprint != fingerprint:
-                raise KeyReused
-            return existing.project
-        if project is None:
-            raise AccountFull(self._max_projects)
-        return project
+                outcome = find_by_key(connection, account, key, fingerprint)
+            if outcome is None:
+                outcome = insert_project(connection, parameters)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
     def get_project(self, account: str, id: str) -> Project:
         """Raises NotFound."""
-        with Acquisition(self.engine) as connection:
-            project = connection.get_project(account, id)
-        if project is None:
+        with self.engine.reader() as connection:
+            rows = connection.fetch(connection.GET, {"account": account, "id": without_null(id)})
+        if not rows:
             raise NotFound
-        return project
+        return Project(*rows[0])
 
     def update_project(
         self, account: str, id: str, fields: Fields, condition: Precondition = ALWAYS
     ) -> Project:
         """Change these fields and raise the version by 1. Raises NotFound, Stale."""
         columns = as_columns(fields)
+        assignments = "".join(f"{name} = :{name}, " for name in columns)
+        parameters = columns | conditional(account, id, condition)
         for _ in range(ATTEMPTS):
             with self.engine.writer() as connection:
-                project = connection.update_project(account, id, columns, self._now(), condition)
-            if project is not None:
-                return project
+                update = connection.UPDATE.replace("<assignments>", assignments)
+                rows = connection.fetch(update, parameters | {"now": self._now()})
+            if rows:
+                return Project(*rows[0])
             self._raise_if_refused(account, id, condition)
         raise Unavailable("the Project could not be changed")
 
     def delete_project(self, account: str, id: str, condition: Precondition = ALWAYS) -> None:
         """Delete a Project and all that belongs to it. Raises NotFound, Stale."""
+        parameters = conditional(account, id, condition)
         for _ in range(ATTEMPTS):
             with self.engine.writer() as connection:
-                is_deleted = connection.delete_project(account, id, condition)
-            if is_deleted:
+                rows = connection.fetch(connection.DELETE, parameters)
+            if rows:
                 return
             self._raise_if_refused(account, id, condition)
         raise Unavailable("the Project could not be deleted")
@@ -174,15 +195,18 @@ class Store:
         """All Projects, oldest first, or one page of them. The same content has the same ETag."""
         number, size, after = page or WHOLE
         offset = number * size if after is None else 0
-        with Acquisition(self.engine) as connection:
-            found = connection.list_projects(account, size, after or 0, offset)
-        document = found.documents
+        with self.engine.reader() as connection:
+            [(total, next_after, document)] = connection.fetch(
+                connection.LIST,
+                {"account": account, "size": size, "after": after or 0, "offset": offset},
+            )
         if page is not None:
-            numbers = f'"page":{number},"size":{size},"total":{found.total or 0}'.encode()
+            numbers = f'"page":{number},"size":{size},"total":{total or 0}'.encode()
             document = b'{"projectList":%b,%b}' % (document, numbers)
         digest = hashlib.sha256(document)
-        digest.update(str(found.next_after).encode())
-        return ProjectList(digest.hexdigest(), document, found.next_after)
+        # The Link alone may change.
+        digest.update(str(next_after).encode())
+        return ProjectList(digest.hexdigest(), document, next_after)
 
     def add_token(self, account: str, digest: bytes, days: int | None = None) -> int:
         """Let a token act for the account for this many days, or for ever.
@@ -207,11 +231,12 @@ class Store:
 
     def find_caller(self, digest: bytes) -> Caller | None:
         """Who calls with this token; None if it is unknown or has expired."""
-        rows = self.engine.read(
-            """SELECT account, id FROM token
-            WHERE digest = :digest AND (expires_at IS NULL OR expires_at > :now)""",
-            {"digest": digest, "now": self._now()},
-        )
+        with self.engine.reader() as connection:
+            rows = connection.fetch(
+                """SELECT account, id FROM token
+                WHERE digest = :digest AND (expires_at IS NULL OR expires_at > :now)""",
+                {"digest": digest, "now": self._now()},
+            )
         return Caller(*rows[0]) if rows else None
 
     def list_tokens(self) -> list[Token]:
@@ -281,6 +306,52 @@ class Store:
         return int(self._clock() * 1000)
 
 
+def find_by_key(
+    connection: Connection, account: str, key: str, fingerprint: bytes | None
+) -> Project | KeyReused | None:
+    """The Project that this key created; None if the key is free.
+
+    For a locked account, which nobody else can give or take a Project.
+    """
+    rows = connection.fetch(
+        "SELECT id, fingerprint FROM project WHERE account = :account AND key = :key",
+        {"account": account, "key": key},
+    )
+    if not rows:
+        return None
+    [(id, first_fingerprint)] = rows
+    if first_fingerprint != fingerprint:
+        return KeyReused()
+    [project] = connection.fetch(connection.GET, {"account": account, "id": id})
+    return Project(*project)
+
+
+def insert_project(connection: Connection, parameters: Parameters) -> Project | AccountFull:
+    """Add a Project, if the account has room."""
+    limit = parameters["limit"]
+    has_room = connection.count_before_create(parameters["account"], limit)
+    if has_room and (rows := connection.fetch(connection.CREATE, parameters)):
+        return Project(*rows[0])
+    return AccountFull(limit)
+
+
+def conditional(account: str, id: str, condition: Precondition) -> Parameters:
+    """The parameters that a conditional change has."""
+    if_match, if_none_match = condition
+    return {
+        "account": account,
+        "id": without_null(id),
+        "if_match": None if if_match is None else json.dumps(if_match),
+        # None, so that the database parses nothing.
+        "if_none_match": json.dumps(if_none_match) if if_none_match else None,
+    }
+
+
+def without_null(id: str) -> str:
+    """PostgreSQL refuses U+0000 in text. No id has a "?", so this finds no Project."""
+    return id.replace("\0", "?")
+
+
 def as_columns(fields: Fields) -> dict[str, object]:
     """The fields as they are stored. Raises KeyError for one that a caller cannot set."""
     columns = dict(fields)
@@ -290,7 +361,7 @@ def as_columns(fields: Fields) -> dict[str, object]:
     return columns
 
 
-def fingerprint_of(columns: Columns) -> bytes:
+def fingerprint_of(columns: Fields) -> bytes:
     """A SHA-256 digest of the fields that are not null, to compare requests with the same key.
 
     It is the same in every release that takes these fields.

@@ -87,10 +87,10 @@ def restore(engine: Engine, path: str) -> Restored:
     """
     path = os.path.abspath(path)
     try:
-        with scratch(engine.folder) as folder, closing(SQLite(f"{folder}/copy")) as copy:
+        with scratch(engine.file.folder) as folder, closing(SQLite(f"{folder}/copy")) as copy:
             copy_file(path, f"{folder}/copy")  # which the engine opens at its first use
             # Only now, so that a file that is not a backup creates nothing.
-            if file := engine.path_to_create():
+            if file := engine.file.path_to_create():
                 create_folder_of(file)
                 # An interrupted restore must not leave an empty database: the service would start
                 # on it.

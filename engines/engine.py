@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 from engines.breaker import Breaker
-from engines.connection import Connection, Parameters, Rows
+from engines.connection import Connection
 from engines.errors import Unavailable
-from engines.files import create_empty, create_folder_of
+from engines.files import DatabaseFile, NoFile, create_empty, create_folder_of
 from engines.migrations import EMPTY
 
 
@@ -23,12 +23,14 @@ class Engine(ABC):
 
     ERROR: type[Exception]  # the base of the driver's errors
     name: str  # of the database, as an operator knows it, without a password
-    folder: str | None = None  # where the database is, if it is a file
+    # Whether a timeout means that idle connections are useless, since all lead to one server.
+    TIMEOUT_CLOSES_IDLE = False
 
-    def __init__(self) -> None:
+    def __init__(self, file: DatabaseFile | NoFile) -> None:
+        self.file = file
         self.idle: dict[int, list[Connection]] = defaultdict(list)
         self.read_breaker, self.write_breaker = Breaker(), Breaker()
-        self._is_migrated = False  # once a first connection has looked
+        self._is_migrated = False  # True after a first connection has looked
         weakref.finalize(self, close_idle, self.idle)  # at exit at the latest
 
     @abstractmethod
@@ -37,7 +39,7 @@ class Engine(ABC):
 
     @abstractmethod
     def translate_error(self, error: BaseException, may_have_committed: bool) -> Unavailable | None:
-        """The outage that an error means; None for a defect, and for what already is an outage.
+        """The outage that an error of the driver or the system means; None for any other error.
 
         It is OutcomeUnknown only if the change may have been committed.
         """
@@ -50,13 +52,6 @@ class Engine(ABC):
         """What a writer holds while it writes. By default, nothing."""
         return nullcontext()
 
-    def path_to_create(self) -> str | None:
-        """The path at which the database's file is missing; None if it needs none.
-
-        Raises Unavailable if no file may be created there.
-        """
-        return None
-
     def open_database(self, creates: bool = False) -> bool:
         """Bring the database up to date; with `creates`, create a missing one.
 
@@ -64,10 +59,11 @@ class Engine(ABC):
         whether it was created. Raises Unavailable.
         """
         try:
-            if creates and (path := self.path_to_create()):
+            if creates and (path := self.file.path_to_create()):
                 create_folder_of(path)
                 create_empty(path)
-            connection, is_new = self.connect(creates)
+            connection = self.open_connection()
+            is_new = self._migrate(connection, creates)
         except BaseException as error:
             if outage := self.translate_error(error, may_have_committed=False):
                 raise outage from error
@@ -77,12 +73,13 @@ class Engine(ABC):
 
     def check(self) -> None:
         """Raises Unavailable if the database cannot be read now."""
-        self.read("SELECT id FROM token LIMIT 1", {})
+        with self.reader() as connection:
+            connection.fetch("SELECT id FROM token LIMIT 1", {})
+        self.file.check_identity()
 
-    def read(self, sql: str, parameters: Parameters) -> Rows:
-        """Run a statement and return all its rows. Raises Unavailable."""
-        with Acquisition(self) as connection:
-            return connection.fetch(sql, parameters)
+    def reader(self) -> "Acquisition":
+        """A connection for one statement that reads. Raises Unavailable."""
+        return Acquisition(self)
 
     @contextmanager
     def snapshot(self) -> Iterator[Connection]:
@@ -90,7 +87,7 @@ class Engine(ABC):
 
         Raises Unavailable.
         """
-        with Acquisition(self) as connection:
+        with self.reader() as connection:
             connection.begin_snapshot()
             yield connection
             connection.commit()
@@ -114,22 +111,21 @@ class Engine(ABC):
                 acquisition.may_have_committed = True
                 yield connection
 
-    def connect(self, creates: bool = False) -> tuple[Connection, bool]:
-        """A new connection, and whether it has created the tables.
+    def _migrate(self, connection: Connection, creates: bool = False) -> bool:
+        """Let the engine's first connection bring the tables up to date.
 
-        The first one brings the tables up to date. Only with `creates` does it create missing ones.
-        Raises as `open_connection` does.
+        Returns whether it has created them. After an error, which is as of `open_connection`, the
+        connection is closed.
         """
-        connection = self.open_connection()
-        is_new = False
+        if self._is_migrated:
+            return False
         try:
-            if not self._is_migrated:
-                is_new = connection.migrate(creates, self.write_lock) == EMPTY
-                self._is_migrated = True
+            found = connection.migrate(creates)
         except BaseException:
             connection.close()
             raise
-        return connection, is_new
+        self._is_migrated = True
+        return found == EMPTY
 
     def acquire(self) -> Connection:
         """An idle connection, or a new one. Raises as `open_connection` does."""
@@ -138,7 +134,8 @@ class Engine(ABC):
             try:
                 connection = idle.pop()
             except IndexError:  # none is left; other threads take some, too
-                connection, _ = self.connect()
+                connection = self.open_connection()
+                self._migrate(connection)
                 return connection
             connection.start_deadline()
             if connection.is_usable():
@@ -187,6 +184,8 @@ class Acquisition:
         """Raise the outage that the error means, if it means one."""
         if self._engine.is_timeout(error):
             self._breaker.record_timeout()
+            if self._engine.TIMEOUT_CLOSES_IDLE:
+                self._engine.close()
         else:
             self._breaker.record_response()
         if outage := self._engine.translate_error(error, self.may_have_committed):

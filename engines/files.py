@@ -78,6 +78,7 @@ class DatabaseFile:
         self.path = os.path.abspath(path)
         # SQLite puts its own files beside the file that a link leads to.
         self.target = os.path.realpath(self.path)
+        self.folder: str | None = os.path.dirname(self.target)
         self._wal = f"{self.target}-wal"
         self._id: FileID = None
         with suppress(Unavailable):  # the first use will say what is wrong
@@ -125,7 +126,7 @@ class DatabaseFile:
             raise outage(f"the database file was replaced; restart the service: {self.path}")
 
     def add_connection(self) -> None:
-        """Count a connection of this process.
+        """Register a connection of this process.
 
         Raises Unavailable if this process was forked from one that had the file open. The child
         inherits SQLite's record of the locks on the file, but not the locks, so SQLite would lock
@@ -173,8 +174,10 @@ class DatabaseFile:
         self.check_identity(OutcomeUnknown)
 
 
-class Memory:
-    """Stands in for the DatabaseFile of a database in memory."""
+class NoFile:
+    """Stands in for the DatabaseFile of a database that has none."""
+
+    folder = None
 
     def path_to_create(self) -> None: ...
 

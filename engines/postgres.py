@@ -11,10 +11,11 @@ import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
 from engines import migrations
-from engines.connection import Columns, Connection, Parameters, Project, Rows, WriteLock
+from engines.connection import Connection, Parameters, Rows
 from engines.engine import Engine
 from engines.errors import OutcomeUnknown, Unavailable
 from engines.fields import FIELDS, SETTABLE, TEXT
+from engines.files import NoFile
 
 REQUEST_TIMEOUT = 4.5  # seconds for a statement or transaction of a request, once connected
 COMMAND_TIMEOUT = 3600  # seconds for what an operator asks for
@@ -111,7 +112,7 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
         WHERE id = :id AND account = :account"""
     LIST = f"""
         SELECT (SELECT project_count FROM account WHERE name = :account),
-            -- The last seq of this part, unless it is the last one of all.
+            -- The last seq of this page, unless it is the last one of all.
             nullif(max(seq), (SELECT max(seq) FROM project WHERE account = :account)),
             convert_to(concat('[', string_agg({DOCUMENT}, ',' ORDER BY seq), ']'), 'UTF8')
         FROM (SELECT * FROM project WHERE account = :account AND seq > :after
@@ -128,7 +129,7 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
     UPDATE = f"""
         WITH changed AS (
             UPDATE project
-            SET <changes> version = version + 1,
+            SET <assignments> version = version + 1,
                 updated_at = greatest(updated_at, :now)
             WHERE id = :id AND account = :account AND {ETAG_IS_ALLOWED}
             RETURNING project.*)
@@ -194,7 +195,7 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
         poll.register(self, select.POLLIN)
         return bool(poll.poll(milliseconds))
 
-    def migrate(self, creates: bool, _write_lock: WriteLock) -> int:
+    def migrate(self, creates: bool) -> int:
         with self.transaction():
             self.execute(f"SELECT pg_advisory_xact_lock({migrations.APPLICATION_ID})")
             [(encoding, mark, has_tables)] = self.execute(INSPECT).fetchall()
@@ -209,6 +210,7 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
                 for script in [*scripts, f"COMMENT ON TABLE project IS '{MARK}'"]:
                     self.execute(script)
         if scripts:
+            self.mark_workers()
             self.start_deadline()  # a request's again
         return found
 
@@ -222,6 +224,9 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
 
     def require_coordinator(self) -> None:
         """On a cluster, raises Unavailable at a worker, where the tables cannot be changed."""
+
+    def mark_workers(self) -> None:
+        """On a cluster, let the workers know the schema version, too."""
 
     def begin_snapshot(self) -> None:
         self.execute("BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY")
@@ -264,13 +269,9 @@ class ClusterConnection(PostgreSQLConnection):
         FROM account WHERE name = :account
         RETURNING id, {ETAG}, convert_to({DOCUMENT}, 'UTF8')"""
 
-    def create_project(
-        self, account: str, id: str, columns: Columns, now: int, limit: int
-    ) -> Project | None:
+    def count_before_create(self, account: str, limit: int) -> bool:
         # Within CREATE, this would make a two-phase commit on every node.
-        if not self.fetch(COUNT_PROJECT, {"account": account, "limit": limit}):
-            return None  # the account is full
-        return super().create_project(account, id, columns, now, limit)
+        return bool(self.fetch(COUNT_PROJECT, {"account": account, "limit": limit}))
 
     def commit(self) -> None:
         try:
@@ -281,15 +282,12 @@ class ClusterConnection(PostgreSQLConnection):
                 raise OutcomeUnknown(one_line(error)) from error
             raise
 
-    def migrate(self, creates: bool, write_lock: WriteLock) -> int:
-        found = super().migrate(creates, write_lock)
-        if found != migrations.SCHEMA_VERSION:
-            # Citus copies no comment to the workers. A worker that cannot be reached now gets it
-            # from deploy/citus.sql.
-            self.execute("""SELECT run_command_on_workers(
-                format('COMMENT ON TABLE project IS %L',
-                    obj_description('project'::regclass, 'pg_class')))""")
-        return found
+    def mark_workers(self) -> None:
+        # Citus copies no comment to the workers. A worker that cannot be reached now gets it from
+        # deploy/citus.sql.
+        self.execute("""SELECT run_command_on_workers(
+            format('COMMENT ON TABLE project IS %L',
+                obj_description('project'::regclass, 'pg_class')))""")
 
     def advance_token_sequence(self) -> None:
         # Node n has the IDs from n << 48 on, as deploy/citus.sql has it. The maximum of its sequence
@@ -308,10 +306,11 @@ class PostgreSQL(Engine):
     """A database on a server, or on a cluster of them."""
 
     ERROR = psycopg.Error
+    TIMEOUT_CLOSES_IDLE = True
 
     def __init__(self, url: str) -> None:
         """Raises ValueError for a malformed URL."""
-        super().__init__()
+        super().__init__(NoFile())
         parsed = parse(url)
         self.name = f"postgresql://{addresses(parsed)}/{parsed.get('dbname', '')}"
         self._parameters = DEFAULTS | parsed | {"client_encoding": "UTF8"}
@@ -353,8 +352,6 @@ class PostgreSQL(Engine):
     def translate_error(self, error: BaseException, may_have_committed: bool) -> Unavailable | None:
         state = getattr(error, "sqlstate", None) or ""
         if is_lost(error):
-            if self.is_timeout(error):
-                self.close()  # the idle connections are to the same server
             kind = OutcomeUnknown if may_have_committed else Unavailable
             return kind(one_line(error))
         return Unavailable(one_line(error)) if state.startswith(OUTAGES) else None

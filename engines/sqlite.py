@@ -8,16 +8,16 @@ import threading
 import time
 import weakref
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from engines import migrations
-from engines.connection import Connection, Parameters, Rows, WriteLock
-from engines.engine import Acquisition, Engine
+from engines.connection import Connection, Parameters, Rows
+from engines.engine import Engine
 from engines.errors import OutcomeUnknown, Unavailable
 from engines.fields import FIELDS, JSON, SETTABLE
-from engines.files import DatabaseFile, Memory
+from engines.files import DatabaseFile, NoFile
 
 OLDEST_SQLITE = (3, 37)  # the first with STRICT tables
 WRITE_LOCK_TIMEOUT = 2.5  # seconds that a writer waits for others of the service
@@ -44,6 +44,32 @@ ETAG_IS_ALLOWED = f"""(:if_match IS NULL
         OR {ETAG} NOT IN (SELECT value FROM json_each(:if_none_match)))"""
 
 
+class WriteQueue:
+    """Lets one writer at a time have the database, in the order of arrival as far as can be.
+
+    SQLite's own lock would starve writers: the longer one has waited, the less often it asks again.
+    """
+
+    def __init__(self, file: DatabaseFile | NoFile) -> None:
+        self._file = file
+        self._thread_lock = threading.Lock()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Two locks: one for the threads of this process, then one for all processes.
+
+        Raises TimeoutError, and as `DatabaseFile.lock` does.
+        """
+        deadline = time.monotonic() + WRITE_LOCK_TIMEOUT
+        if not self._thread_lock.acquire(timeout=WRITE_LOCK_TIMEOUT):
+            raise TimeoutError("other writers take too long")
+        try:
+            with self._file.lock(deadline):
+                yield
+        finally:
+            self._thread_lock.release()
+
+
 class SQLiteConnection(sqlite3.Connection, Connection):
     """A connection to one file, or to the database in memory."""
 
@@ -56,7 +82,7 @@ class SQLiteConnection(sqlite3.Connection, Connection):
     # json_group_array keeps the order of the rows of its subquery.
     LIST = f"""
         SELECT (SELECT project_count FROM account WHERE name = :account),
-            -- The last seq of this part, unless it is the last one of all.
+            -- The last seq of this page, unless it is the last one of all.
             nullif(max(seq), (SELECT max(seq) FROM project WHERE account = :account)),
             CAST(json_group_array({DOCUMENT}) AS BLOB)
         FROM (SELECT * FROM project WHERE account = :account AND seq > :after
@@ -73,7 +99,7 @@ class SQLiteConnection(sqlite3.Connection, Connection):
         RETURNING id, {ETAG}, CAST({DOCUMENT} AS BLOB)"""
     UPDATE = f"""
         UPDATE project
-        SET <changes> version = version + 1, updated_at = max(updated_at, :now)
+        SET <assignments> version = version + 1, updated_at = max(updated_at, :now)
         WHERE id = :id AND account = :account AND {ETAG_IS_ALLOWED}
         RETURNING id, {ETAG}, CAST({DOCUMENT} AS BLOB)"""
     DELETE = f"""
@@ -81,7 +107,8 @@ class SQLiteConnection(sqlite3.Connection, Connection):
         WHERE id = :id AND account = :account AND {ETAG_IS_ALLOWED}
         RETURNING id"""
 
-    file: DatabaseFile | Memory
+    file: DatabaseFile | NoFile
+    queue: WriteQueue
 
     def fetch(self, sql: str, parameters: Parameters) -> Rows:
         # A statement that returns rows commits only when all of them are fetched.
@@ -101,12 +128,12 @@ class SQLiteConnection(sqlite3.Connection, Connection):
         super().close()
         self.file.remove_connection()
 
-    def migrate(self, creates: bool, write_lock: WriteLock) -> int:
+    def migrate(self, creates: bool) -> int:
         found, is_wal = inspect(self)
         scripts = self.scripts_for(found, creates)  # before anything changes
         if is_wal and not scripts:
             return found
-        with write_lock():
+        with self.queue.turn():
             self.execute("PRAGMA journal_mode = WAL")  # which no transaction can set
             found, _ = inspect(self)  # again: another process may have been first
             scripts = self.scripts_for(found, creates)
@@ -162,27 +189,24 @@ class SQLite(Engine):
             needed = ".".join(map(str, OLDEST_SQLITE))
             found = f"this Python has SQLite {sqlite3.sqlite_version}"
             raise ValueError(f"{found}; the service needs {needed} or later")
-        super().__init__()
-        self._thread_lock = threading.Lock()  # for the writers of this process
-        self._file: DatabaseFile | Memory
-        if path == ":memory:":
-            self._file, self.name = Memory(), "the database in memory"
+        super().__init__(NoFile() if path == ":memory:" else DatabaseFile(path))
+        self._queue = WriteQueue(self.file)
+        if isinstance(self.file, NoFile):
+            self.name = "the database in memory"
             self._uri = f"file:/{secrets.token_hex(8)}?vfs=memdb"
             # The database lasts as long as one connection to it.
             kept = sqlite3.connect(self._uri, uri=True, check_same_thread=False)
             weakref.finalize(self, kept.close)
             self.open_database(creates=True)
         else:
-            self._file = DatabaseFile(path)
-            self.folder = os.path.dirname(self._file.target)
-            self.name = self._file.path
+            self.name = self.file.path
             # rw: SQLite must not put an empty file in the place of a lost one.
-            self._uri = f"{Path(self._file.path).as_uri()}?mode=rw"
+            self._uri = f"{Path(self.file.path).as_uri()}?mode=rw"
 
     def open_connection(self) -> SQLiteConnection:
         # Before SQLite reads it: it would apply the -wal of the old file to a new one.
-        self._file.check_identity()
-        self._file.add_connection()
+        self.file.check_identity()
+        self.file.add_connection()
         try:
             connection = sqlite3.connect(
                 self._uri,
@@ -193,9 +217,9 @@ class SQLite(Engine):
                 factory=SQLiteConnection,
             )
         except BaseException:
-            self._file.remove_connection()
+            self.file.remove_connection()
             raise
-        connection.file = self._file
+        connection.file, connection.queue = self.file, self._queue
         try:
             connection.execute("PRAGMA foreign_keys = ON")  # off by default
             connection.execute("PRAGMA synchronous = FULL")  # NORMAL may lose commits
@@ -204,39 +228,19 @@ class SQLite(Engine):
             raise
         return connection
 
-    @contextmanager
-    def write_lock(self) -> Iterator[None]:
-        """Two locks: one for the threads of this process, then one for all processes.
-
-        SQLite's own lock would starve writers: the longer one has waited, the less often it asks
-        again. Raises TimeoutError.
-        """
-        deadline = time.monotonic() + WRITE_LOCK_TIMEOUT
-        if not self._thread_lock.acquire(timeout=WRITE_LOCK_TIMEOUT):
-            raise TimeoutError("other writers take too long")
-        try:
-            with self._file.lock(deadline):
-                yield
-        finally:
-            self._thread_lock.release()
+    def write_lock(self) -> AbstractContextManager[None]:
+        return self._queue.turn()
 
     def save(self, path: str) -> None:
         """Copy the database to this empty file."""
         # `vfs=unix`, or the copy of a database in memory would be in memory, too.
         uri = f"{Path(path).absolute().as_uri()}?vfs=unix"
-        with Acquisition(self) as connection:  # as a read, since it waits for no writer
+        with self.reader() as connection:  # not a writer, which would wait for others
             try:
                 connection.fetch("VACUUM INTO :uri", {"uri": uri})
             except sqlite3.OperationalError as error:
                 raise_if_full(error, path)
                 raise
-
-    def path_to_create(self) -> str | None:
-        return self._file.path_to_create()
-
-    def check(self) -> None:
-        super().check()
-        self._file.check_identity()
 
     def is_timeout(self, error: BaseException) -> bool:
         name = getattr(error, "sqlite_errorname", "")
@@ -251,7 +255,7 @@ class SQLite(Engine):
         if not OUTAGE.match(name):
             return None
         reason = str(error)
-        is_unwritable = self.folder and not os.access(self.folder, os.W_OK)
+        is_unwritable = self.file.folder and not os.access(self.file.folder, os.W_OK)
         if is_unwritable and name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY_DIRECTORY")):
             reason = "its folder cannot be written to"
         if name == "SQLITE_IOERR_SHMSIZE":  # the -shm, which a first connection creates

@@ -23,7 +23,7 @@ from engines.files import new_file
 from engines.migrations import APPLICATION_ID, SCHEMA_VERSION
 from helpers.later_release import copy_later_release
 from helpers.running import BIN, LIMIT, POINT, ROOT, environment_of, run, store_on, wait_for
-from helpers.stores import is_sqlite
+from helpers.stores import fetch, is_sqlite
 from helpers.testservice import copy_service
 from store import KeyReused, Page
 
@@ -534,7 +534,7 @@ def test_backup_can_be_served_directly(store, file):
     backup(store.engine, file)
     with closing(store_on(file)) as copy:
         before = copy.list_projects("ann").etag
-        assert copy.engine.read("PRAGMA journal_mode", {}) == [("wal",)]
+        assert fetch(copy, "PRAGMA journal_mode") == [("wal",)]
         id = copy.create_project("ann", {}).id
         assert copy.list_projects("ann").etag != before
         copy.delete_project("ann", id)

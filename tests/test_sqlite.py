@@ -21,6 +21,7 @@ from helpers.running import LIMIT, at_once, retry_while_unavailable, run, store_
 from helpers.stores import (
     REFUSED_BY_BREAKER,
     fails,
+    fetch,
     lasts,
     listed,
     open_files,
@@ -96,7 +97,7 @@ def test_page_costs_the_same_however_many_projects_there_are(store, plain_sql):
 
 def test_each_connection_syncs_its_commits_and_checks_references(store):
     for pragma, value in [("synchronous", 2), ("foreign_keys", 1)]:
-        assert store.engine.read(f"PRAGMA {pragma}", {}) == [(value,)]
+        assert fetch(store, f"PRAGMA {pragma}") == [(value,)]
 
 
 # Its file
@@ -241,7 +242,7 @@ def test_database_that_another_process_creates_is_not_taken_for_a_lost_one(tmp_p
     with ThreadPoolExecutor() as pool:
         creating = pool.submit(create)
         for engine in engines:
-            while engine.path_to_create() and not creating.done():
+            while engine.file.path_to_create() and not creating.done():
                 pass
         creating.result(LIMIT)
 

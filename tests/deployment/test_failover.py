@@ -26,7 +26,7 @@ from helpers.running import (
     token_on,
     wait_for,
 )
-from helpers.stores import REFUSED_BY_BREAKER, fails, lasts, refusal
+from helpers.stores import REFUSED_BY_BREAKER, fails, fetch, lasts, refusal
 from store import Page
 
 
@@ -54,7 +54,7 @@ def test_lost_connection_takes_the_idle_ones_along(postgresql_to_break, open_sto
     """Else each of them would be tried for 5 s, and leave a write in doubt."""
     database = postgresql_to_break.database_url("postgres")
     store = open_store(database)
-    at_once(lambda _: store.engine.read("SELECT pg_sleep(0.5)", {}), 4)
+    at_once(lambda _: fetch(store, "SELECT pg_sleep(0.5)"), 4)
     assert len(backends(database)) > 1
     with silence(postgresql_to_break, database):
         with fails(OutcomeUnknown):

@@ -17,7 +17,6 @@ from app import create_app
 from auth import digest
 from deployment.servers.pgserver import BINARIES, WAITS, backends, execute, silence, start_pgserver
 from engines.backup import backup, restore
-from engines.engine import Acquisition
 from engines.errors import OutcomeUnknown, Unavailable
 from engines.postgres import REQUEST_TIMEOUT, ClusterConnection, PostgreSQL
 from helpers.later_release import copy_later_release
@@ -35,6 +34,7 @@ from helpers.running import (
 from helpers.stores import (
     REFUSED_BY_BREAKER,
     fails,
+    fetch,
     lasts,
     plain_sql_on,
     refusal,
@@ -308,7 +308,7 @@ def test_slow_statement_is_ended_by_the_server_so_that_its_outcome_is_known(stor
     """Also over the connection of a command, which may take longer."""
     store.delete_account("ann")
     with lasts(4), fails(Unavailable, "statement timeout"):
-        store.engine.read("SELECT pg_sleep(10)", {})
+        fetch(store, "SELECT pg_sleep(10)")
 
 
 def test_long_response_that_still_arrives_is_no_silent_server(store):
@@ -318,7 +318,7 @@ def test_long_response_that_still_arrives_is_no_silent_server(store):
     with (
         lasts(4),
         fails(Unavailable, "the response is too long"),
-        Acquisition(store.engine) as connection,
+        store.engine.reader() as connection,
     ):
         connection.fetch("SET statement_timeout = '20s'", {})
         store.list_tokens()
@@ -345,7 +345,7 @@ def test_parameter_of_the_url_overrides_the_default(database, name):
     for query, expected in [("", default), (f"?{name}={given}", other)]:
         with closing(store_on(database + query)) as store:
             store.engine.open_database(creates=True)
-            with Acquisition(store.engine) as connection:
+            with store.engine.reader() as connection:
                 assert connection.info.get_parameters()[name] == expected
 
 

@@ -27,6 +27,12 @@ def listed(store, account="ann"):
     return read(store.list_projects(account))
 
 
+def fetch(store, sql):
+    """The rows of a statement, over a connection of the store."""
+    with store.engine.reader() as connection:
+        return connection.fetch(sql, {})
+
+
 def plain_sql_on(database):
     """A connection for plain SQL, each statement a transaction."""
     if database.startswith("postgresql://"):
