@@ -133,7 +133,8 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
                 updated_at = greatest(updated_at, :now)
             WHERE id = :id AND account = :account AND {ETAG_IS_ALLOWED}
             RETURNING project.*)
-        -- Not in RETURNING: there, Citus takes only immutable functions in an UPDATE.
+        -- Not in RETURNING: there, Citus takes only immutable functions. (Of INSERT ... SELECT, as
+        -- in CREATE, it takes any.)
         SELECT id, {ETAG}, convert_to({DOCUMENT}, 'UTF8') FROM changed"""
     DELETE = f"""
         WITH locked AS (

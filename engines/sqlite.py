@@ -247,7 +247,7 @@ class SQLite(Engine):
         return name.startswith("SQLITE_BUSY") or isinstance(error, TimeoutError)
 
     def translate_error(self, error: BaseException, may_have_committed: bool) -> Unavailable | None:
-        if isinstance(error, OSError):  # of files.py, for the database or its -lock
+        if isinstance(error, OSError):  # of a file, or a TimeoutError of the queue
             reason = error.strerror or str(error)
             is_lock = str(error.filename).endswith("-lock")
             return Unavailable(f"{reason}: {error.filename if is_lock else self.name}")
