@@ -79,7 +79,7 @@ def backup(engine: Engine, path: str) -> None:
 
 
 def restore(engine: Engine, path: str) -> Restored:
-    """Fill an empty database with a backup of this release, or of an older one since 1.0.0.
+    """Fill an empty database with a backup of this release, or of an older one.
 
     All of its rows, or none. Creates the database if it is missing. After a failure, a missing file
     is still missing, but a new database on PostgreSQL has its tables. Raises BadBackup; and

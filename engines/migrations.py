@@ -6,9 +6,8 @@ later change of a table touches it.
 
 from collections.abc import Mapping, Sequence
 
-APPLICATION_ID = 0x67617264  # "gard": marks a database as ours
-SCHEMA_VERSION = 5  # of the tables in sqlite.sql and postgresql.sql
-OLDEST = 5  # the oldest version that can be migrated: that of release 1.0.0
+APPLICATION_ID = 0x6770726A  # "gprj": marks a database as ours
+SCHEMA_VERSION = 1  # of the tables in sqlite.sql and postgresql.sql
 # In the place of a schema version:
 EMPTY = 0  # the database has no tables
 FOREIGN = -1  # it is not marked as ours
@@ -24,8 +23,6 @@ def incompatibility(version: int) -> str | None:
     """Why this release cannot use a database, to follow "it was"; None if it can."""
     if version == FOREIGN:
         return "made by another program, or copied by one that dropped its mark"
-    if version < OLDEST:
-        return "made before release 1.0.0"
     if version > SCHEMA_VERSION:
         return "made by a newer release"
     return None

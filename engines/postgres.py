@@ -47,8 +47,8 @@ OUTAGES = (
     "XX001",  # damage
     "XX002",
 )
-# The comment on the table of Projects marks a database as ours.
-MARK = f"Gardening Project Service, schema version {migrations.SCHEMA_VERSION}"
+# The comment on the table of Projects, which marks a database as ours.
+MARK = "gardening-project-service, schema version "
 # The encoding, the mark, and whether there is any table but those of extensions.
 INSPECT = """
 SELECT current_setting('server_encoding'),
@@ -208,7 +208,10 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
                 self.require_coordinator()
                 self.extend_timeouts()
                 # Citus takes the file with the tables as one script, since no table is spread yet.
-                for script in [*scripts, f"COMMENT ON TABLE project IS '{MARK}'"]:
+                for script in [
+                    *scripts,
+                    f"COMMENT ON TABLE project IS '{MARK}{migrations.SCHEMA_VERSION}'",
+                ]:
                     self.execute(script)
         if scripts:
             self.mark_workers()
@@ -389,8 +392,7 @@ def addresses(parameters: Mapping[str, Any]) -> str:
 
 def version_in(mark: str, has_tables: bool) -> int:
     """The schema version of a database, or EMPTY, or FOREIGN."""
-    # Before release 1.0.0, there were other words before the number.
-    if found := re.fullmatch("Gardening Project Service, .* ([0-9]+)", mark):
+    if found := re.fullmatch(f"{MARK}([1-9][0-9]*)", mark):
         return int(found[1])
     return migrations.FOREIGN if has_tables else migrations.EMPTY
 

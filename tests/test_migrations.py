@@ -10,7 +10,7 @@ import pytest
 from engines import migrations
 from engines.backup import COLUMNS
 from engines.errors import Unavailable
-from engines.migrations import OLDEST, SCHEMA_VERSION
+from engines.migrations import SCHEMA_VERSION
 from helpers.later_release import SLOW_ON_POSTGRESQL, copy_later_release
 from helpers.running import BIN, ROOT, at_once, environment_of, run, store_on, wait_for
 from helpers.stores import is_sqlite, plain_sql_on
@@ -149,25 +149,30 @@ def test_migration_that_is_killed_changes_nothing_and_is_made_again(
     assert "zone_project" in str(structure(older))
 
 
-NEWER = SCHEMA_VERSION + 1
-REFUSED = {
-    OLDEST - 1: "made before release 1.0.0",
-    NEWER: "made by a newer release",
-    "theirs": "made by another program, or copied by one that dropped its mark",
-}
+FOREIGN = "made by another program, or copied by one that dropped its mark"
+REFUSED = [  # and the marks on SQLite and PostgreSQL
+    (
+        "made by a newer release",
+        "user_version = {}",
+        "gardening-project-service, schema version {}",
+    ),
+    (FOREIGN, "user_version = 0", "gardening-project-service, schema version 0"),
+    (FOREIGN, "application_id = 1", "schema version {}"),
+    # What was made before release 1.0.0.
+    (FOREIGN, "application_id = 0x67617264", "Gardening Project Service, schema version 1"),
+]
 
 
-@pytest.mark.parametrize(("version", "reason"), REFUSED.items(), ids=str)
+@pytest.mark.parametrize(("reason", "pragma", "comment"), REFUSED)
 def test_database_that_this_release_cannot_use_is_refused_and_left_alone(
-    open_store, database, plain_sql, version, reason
+    open_store, database, plain_sql, reason, pragma, comment
 ):
     open_store().create_project("ann", {})
+    newer = SCHEMA_VERSION + 1
     if is_sqlite(plain_sql):
-        mark = "application_id = 1" if version == "theirs" else f"user_version = {version}"
-        plain_sql.execute(f"PRAGMA {mark}")
+        plain_sql.execute(f"PRAGMA {pragma.format(newer)}")
     else:
-        mark = f"Gardening Project Service, worded otherwise, {version}"
-        plain_sql.execute(f"COMMENT ON TABLE project IS '{mark}'")
+        plain_sql.execute(f"COMMENT ON TABLE project IS '{comment.format(newer)}'")
     before = structure(plain_sql), contents(plain_sql)
     store = store_on(database)
     for _ in range(2):  # as if the first refusal had prepared it
@@ -193,7 +198,7 @@ def test_database_with_foreign_tables_is_left_alone(open_store, plain_sql):
 
 
 def test_both_engines_have_the_same_versions():
-    later = set(range(OLDEST + 1, SCHEMA_VERSION + 1))
+    later = set(range(2, SCHEMA_VERSION + 1))
     assert set(migrations.SQLITE) == set(migrations.POSTGRESQL) == later
 
 
