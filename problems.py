@@ -11,7 +11,7 @@ from marshmallow import ValidationError
 from werkzeug.exceptions import HTTPException
 
 from engines.errors import OutcomeUnknown, Unavailable
-from store import AccountFull, KeyReused, NotFound, Stale
+from store import AccountFull, KeyReused, KeySpent, NotFound, Stale
 
 RETRY_AFTER = 5  # seconds; deploy/nginx.conf says the same
 RETRY = {"Retry-After": str(RETRY_AFTER)}
@@ -44,6 +44,11 @@ STORE_ERRORS = {
         422,
         "This Idempotency-Key was used with other fields.",
         {"type": "urn:gardening:key-reused", "errors": {}},
+    ),
+    KeySpent: ErrorResponse(
+        409,
+        "The Project that was created with this key has been deleted.",
+        {"type": "urn:gardening:key-spent"},
     ),
     AccountFull: ErrorResponse(
         409,

@@ -29,6 +29,10 @@ class KeyReused(Exception):
     """The account has a Project that was made with the same key and other fields."""
 
 
+class KeySpent(Exception):
+    """The Project that was made with the same key has been deleted."""
+
+
 class AccountFull(Exception):
     """The account is at or over its limit of Projects, which is the argument."""
 
@@ -87,6 +91,7 @@ class Token(NamedTuple):
 Fields = Mapping[str, object]  # what a caller sets: some fields of a Project, or all
 DAY = 86_400_000  # milliseconds
 MAX_PROJECTS = 10_000  # of an account, unless a setting says otherwise
+KEY_MEMORY = 10_000  # how many Projects an account creates before it forgets a spent key
 ALWAYS = Precondition()
 WHOLE = Page(0, 2**63 - 1)  # the list as one page; no database takes a larger LIMIT
 ATTEMPTS = 2  # at a change of a Project; `_raise_if_refused` has the reasons
@@ -122,7 +127,7 @@ class Store:
     def create_project(self, account: str, fields: Fields, key: str | None = None) -> Project:
         """Add a Project, or return the account's Project that has this key.
 
-        Raises AccountFull, KeyReused.
+        Raises AccountFull, KeyReused, KeySpent.
         """
         columns = dict.fromkeys(SETTABLE) | as_columns(fields)
         fingerprint = None if key is None else fingerprint_of(columns)
@@ -136,7 +141,7 @@ class Store:
         }
         # With a key, a transaction, so that nobody else creates or deletes its Project meanwhile. A
         # refusal is a value, since an exception would close the connection.
-        outcome: Project | KeyReused | AccountFull | None = None
+        outcome: Project | KeyReused | KeySpent | AccountFull | None = None
         with self.engine.writer(in_transaction=key is not None) as connection:
             if key is not None:
                 connection.lock_account(account)
@@ -172,11 +177,16 @@ class Store:
         raise Unavailable("the Project could not be changed")
 
     def delete_project(self, account: str, id: str, condition: Precondition = ALWAYS) -> None:
-        """Delete a Project and all that belongs to it. Raises NotFound, Stale."""
+        """Delete a Project and all that belongs to it. Raises NotFound, Stale.
+
+        Its key is spent, until the account has created KEY_MEMORY more Projects.
+        """
         parameters = conditional(account, id, condition)
         for _ in range(ATTEMPTS):
-            with self.engine.writer() as connection:
+            with self.engine.writer(in_transaction=True) as connection:
                 rows = connection.fetch(connection.DELETE, parameters)
+                if rows and rows[0] != (None,):
+                    spend_key(connection, account, *rows[0])
             if rows:
                 return
             self._raise_if_refused(account, id, condition)
@@ -297,6 +307,7 @@ class Store:
             connection.lock_account(name)
             for sql in (
                 "DELETE FROM project WHERE account = :name",
+                "DELETE FROM spent_key WHERE account = :name",
                 "DELETE FROM token WHERE account = :name",
                 "DELETE FROM account WHERE name = :name",
             ):
@@ -308,18 +319,22 @@ class Store:
 
 def find_by_key(
     connection: Connection, account: str, key: str, fingerprint: bytes | None
-) -> Project | KeyReused | None:
+) -> Project | KeyReused | KeySpent | None:
     """The Project that this key created; None if the key is free.
 
     For a locked account, which nobody else can give or take a Project.
     """
     rows = connection.fetch(
-        "SELECT id, fingerprint FROM project WHERE account = :account AND key = :key",
+        """SELECT id, fingerprint FROM project WHERE account = :account AND key = :key
+        UNION ALL
+        SELECT NULL, NULL FROM spent_key WHERE account = :account AND key = :key""",
         {"account": account, "key": key},
     )
     if not rows:
         return None
     [(id, first_fingerprint)] = rows
+    if id is None:
+        return KeySpent()
     if first_fingerprint != fingerprint:
         return KeyReused()
     [project] = connection.fetch(connection.GET, {"account": account, "id": id})
@@ -333,6 +348,22 @@ def insert_project(connection: Connection, parameters: Parameters) -> Project | 
     if has_room and (rows := connection.fetch(connection.CREATE, parameters)):
         return Project(*rows[0])
     return AccountFull(limit)
+
+
+def spend_key(connection: Connection, account: str, key: str) -> None:
+    """Remember the key of a Project that was just deleted, and forget the oldest ones."""
+    parameters = {"account": account, "key": key, "memory": KEY_MEMORY}
+    connection.fetch(
+        """INSERT INTO spent_key (account, key, seq)
+        SELECT name, :key, last_seq FROM account WHERE name = :account""",
+        parameters,
+    )
+    connection.fetch(
+        """DELETE FROM spent_key
+        WHERE account = :account
+            AND seq < (SELECT last_seq FROM account WHERE name = :account) - :memory""",
+        parameters,
+    )
 
 
 def conditional(account: str, id: str, condition: Precondition) -> Parameters:

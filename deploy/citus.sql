@@ -20,6 +20,7 @@ BEGIN;
 ALTER TABLE part DROP CONSTRAINT part_account_project_fkey;
 SELECT create_distributed_table('account', 'name'),
     create_distributed_table('project', 'account', colocate_with => 'account'),
+    create_distributed_table('spent_key', 'account', colocate_with => 'account'),
     create_distributed_table('part', 'account', colocate_with => 'account'),
     create_reference_table('token') \g /dev/null
 ALTER TABLE part ADD FOREIGN KEY (account, project)

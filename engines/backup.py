@@ -27,6 +27,7 @@ COLUMNS = {
     "token": ("id", "account", "digest", "created_at", "expires_at"),
     "account": ("name", "last_seq"),
     "project": (*FIELDS, "account", "seq", "key", "fingerprint"),
+    "spent_key": ("account", "key", "seq"),
     "part": ("id", "project", "kind", "account"),
 }
 # Counts the Projects of each account, for which PostgreSQL has no triggers, and adds the accounts that

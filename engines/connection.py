@@ -35,7 +35,7 @@ class Connection(ABC):
     # account, id, if_match, if_none_match, now, and those of <assignments>: `name = :name, ` for each
     # field to change
     UPDATE: str
-    # account, id, if_match, if_none_match. Returns the id, or no row.
+    # account, id, if_match, if_none_match. Returns the key, which may be null, or no row.
     DELETE: str
 
     @abstractmethod

@@ -148,11 +148,11 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
             -- COMMITTED tests the newest version.
             DELETE FROM project USING locked
             WHERE id = :id AND account = :account AND {ETAG_IS_ALLOWED}
-            RETURNING id),
+            RETURNING key),
         counted AS (
             UPDATE account SET project_count = project_count - 1
             FROM deleted WHERE name = :account)
-        SELECT id FROM deleted"""
+        SELECT key FROM deleted"""
 
     deadline: float  # on the clock of time.monotonic()
     is_on_cluster: bool

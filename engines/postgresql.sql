@@ -32,6 +32,13 @@ CREATE TABLE project (
     UNIQUE (account, key)
 );
 
+CREATE TABLE spent_key (
+    account       text   NOT NULL,
+    key           text   NOT NULL,
+    seq           bigint NOT NULL,
+    PRIMARY KEY (account, key)
+);
+
 CREATE TABLE part (
     id            text   NOT NULL,
     project       text   NOT NULL,

@@ -105,7 +105,7 @@ class SQLiteConnection(sqlite3.Connection, Connection):
     DELETE = f"""
         DELETE FROM project
         WHERE id = :id AND account = :account AND {ETAG_IS_ALLOWED}
-        RETURNING id"""
+        RETURNING key"""
 
     file: DatabaseFile | NoFile
     queue: WriteQueue

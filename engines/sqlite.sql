@@ -35,6 +35,13 @@ CREATE TABLE project (
     UNIQUE (account, key)
 ) STRICT, WITHOUT ROWID;  -- kept in the order of its key, so a list is one range of it
 
+CREATE TABLE spent_key (                            -- the key of a Project that was deleted, so
+    account       TEXT    NOT NULL,                 -- that no request creates that again
+    key           TEXT    NOT NULL,
+    seq           INTEGER NOT NULL,                 -- the account's last_seq at the deletion
+    PRIMARY KEY (account, key)
+) STRICT, WITHOUT ROWID;
+
 CREATE TABLE part (                                 -- a region, zone, parcel or controller:
     id            TEXT    NOT NULL,                 -- the API has no calls for them yet
     project       TEXT    NOT NULL,

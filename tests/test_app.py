@@ -151,6 +151,12 @@ def test_reused_key_is_422(client):
     assert again.json["type"] == "urn:gardening:key-reused"
 
 
+def test_key_of_a_deleted_project_is_409(client):
+    client.delete(created_at(post_with_key(client, "k", name="Park")))
+    again = post_with_key(client, "k", name="Park")
+    assert (again.status_code, again.json["type"]) == (409, "urn:gardening:key-spent")
+
+
 @pytest.mark.parametrize("query", ["", "?page=0", "?size=1", "?page=3&size=1000"])
 def test_unchanged_list_is_not_sent_again(client, project_url, query):
     def ask(tag):

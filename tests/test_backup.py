@@ -25,7 +25,7 @@ from helpers.later_release import copy_later_release
 from helpers.running import BIN, LIMIT, POINT, ROOT, environment_of, run, store_on, wait_for
 from helpers.stores import fetch, is_sqlite
 from helpers.testservice import copy_service
-from store import KeyReused, Page
+from store import KeyReused, KeySpent, Page
 
 PAGES = [None, Page(0, 2), Page(1, 20)]
 TEXTS = [
@@ -55,6 +55,7 @@ def source(store, plain_sql):
     store.delete_project("bob é", first["id"])
     store.delete_project("bob é", last["id"])
     store.create_project("ann", {"name": "kept"}, "key")
+    store.delete_project("ann", store.create_project("ann", {}, "spent").id)
     for name in ("one", "two", "three", "four"):
         store.add_token("ann", digest(name), 30 if name == "two" else None)
     for id in (2, 4):
@@ -116,6 +117,8 @@ def test_restored_database_is_the_same_and_goes_on(source, database, file, targe
     assert again == source.create_project("ann", {"name": "kept"}, "key")
     with pytest.raises(KeyReused):
         target_store.create_project("ann", {}, "key")
+    with pytest.raises(KeySpent):
+        target_store.create_project("ann", {}, "spent")
     for account in "ann", "bob é":
         created = target_store.create_project(account, {})
         found = json.loads(target_store.list_projects(account).document)

@@ -32,7 +32,7 @@ def later(database, tmp_path):
 def older(store, plain_sql):
     """The database of this release, with something in each table."""
     id = store.create_project("ann", {"name": "Park"}, "key").id
-    store.delete_project("ann", store.create_project("ann", {}).id)
+    store.delete_project("ann", store.create_project("ann", {}, "spent").id)
     store.create_project("bob é", {"name": "Grüße 😀"})
     store.add_token("ann", b"1", days=1)
     plain_sql.execute(f"INSERT INTO part VALUES ('p', '{id}', 'zone', 'ann')")

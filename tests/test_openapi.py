@@ -90,7 +90,7 @@ def test_pages_state_the_limits_of_the_code():
     ):
         assert stated in page
     assert body in API["components"]["responses"]["TooLarge"]["description"]
-    full = API["components"]["responses"]["AccountFull"]
+    full = API["components"]["responses"]["FullOrSpent"]
     assert f"{MAX_PROJECTS:,} unless the operator" in full["description"]
     listed = API["components"]["schemas"]["ProjectPage"]["properties"]["size"]
     assert listed["maximum"] == schemas.MAX_SIZE

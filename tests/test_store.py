@@ -18,6 +18,7 @@ from schemas import MAX_PAGE
 from store import (
     AccountFull,
     KeyReused,
+    KeySpent,
     NotFound,
     Page,
     Precondition,
@@ -171,12 +172,14 @@ def test_key_with_other_fields_is_refused(store, fields):
 
 
 def test_digest_of_a_key_is_the_same_in_every_release(store, plain_sql):
-    store.create_project("ann", {"postal_code": "94117", "name": "Park"}, key="k")
+    fields = {"postal_code": "94117", "name": "Park", "location": POINT}
+    store.create_project("ann", fields, key="k")
     store.create_project("ann", {})
     rows = plain_sql.execute("SELECT key, fingerprint FROM project ORDER BY seq").fetchall()
     assert rows[1] == (None, None)
     key, fingerprint = rows[0]
-    text = b'{"name": "Park", "postal_code": "94117"}'
+    location = rb'"{\"type\":\"Point\",\"coordinates\":[-122.4410896675,37.768361565]}"'
+    text = b'{"location": %b, "name": "Park", "postal_code": "94117"}' % location
     assert (key, bytes(fingerprint)) == ("k", hashlib.sha256(text).digest())
 
 
@@ -213,24 +216,73 @@ def test_key_that_meets_the_deletion_of_its_account_is_no_defect(store):
     at_once(work, 6)
 
 
-def test_key_of_a_deleted_project_is_free(store):
-    first = store.create_project("ann", {"name": "Park"}, key="k").id
-    store.delete_project("ann", first)
-    second = store.create_project("ann", {"name": "Wood"}, key="k")
-    assert listed(store) == [read(second)]
-    assert second.id != first
-    with pytest.raises(KeyReused):
-        store.create_project("ann", {"name": "Park"}, key="k")
+def spend(store, key, account="ann"):
+    """Create a Project with this key, and delete it."""
+    id = store.create_project(account, {"name": "Park"}, key).id
+    store.delete_project(account, id)
+
+
+@pytest.mark.parametrize("fields", [{"name": "Park"}, {"name": "Wood"}])
+def test_key_of_a_deleted_project_creates_no_other(store, open_store, fields):
+    """Or a request that was slow, or is repeated by another device, would bring it back."""
+    spend(store, "k")
+    before = etags(store)
+    for each in (store, open_store()):
+        with pytest.raises(KeySpent):
+            each.create_project("ann", fields, "k")
+    assert etags(store) == before
+    store.create_project("ann", fields, "K")
+    store.create_project("bob", fields, "k")
+    store.delete_project("ann", store.create_project("ann", {}).id)
+
+
+def test_key_is_forgotten_once_its_account_has_created_ten_thousand_more(store, plain_sql):
+    def count_up(number):
+        plain_sql.execute(f"UPDATE account SET last_seq = last_seq + {number} WHERE name = 'ann'")
+
+    def remembered():
+        rows = plain_sql.execute("SELECT account, key FROM spent_key ORDER BY account, key")
+        return rows.fetchall()
+
+    spend(store, "k", "bob")
+    old = store.create_project("ann", {}, "old")
+    count_up(20_000)
+    store.delete_project("ann", old.id)  # which counts from here, not from its creation
+    count_up(9_999)
+    spend(store, "k1")
+    assert remembered() == [("ann", "k1"), ("ann", "old"), ("bob", "k")]
+    with pytest.raises(KeySpent):
+        store.create_project("ann", {}, "old")
+    spend(store, "k2")
+    assert remembered() == [("ann", "k1"), ("ann", "k2"), ("bob", "k")]
+    assert store.create_project("ann", {}, "old").id != old.id
+
+
+@pytest.mark.parametrize("condition", [None, ["x"]])
+def test_deletion_that_is_not_made_spends_no_key(store, condition):
+    made = store.create_project("ann", {}, "k")
+    account, refusal = ("ann", Stale) if condition else ("bob", NotFound)
+    with pytest.raises(refusal):
+        store.delete_project(account, made.id, Precondition(condition))
+    assert store.create_project("ann", {}, "k") == made
+
+
+def test_keys_of_a_deleted_account_are_free(store):
+    spend(store, "spent")
+    store.create_project("ann", {}, "used")
+    store.delete_account("ann")
+    for key in ("spent", "used"):
+        store.create_project("ann", {"name": key}, key)
 
 
 def test_account_with_room_is_never_called_full(store):
-    """Eight clients share three keys, and delete what they got."""
+    """Eight clients share keys, and delete what they got."""
     small = Store(store.engine, max_projects=8)
 
     def work(number):
         for each in range(40):
-            id = small.create_project("ann", {}, f"key {each % 3}").id
-            with suppress(NotFound):
+            with suppress(NotFound, KeySpent):
+                id = small.create_project("ann", {}, f"key {each}").id
                 small.delete_project("ann", id)
 
     at_once(work, 8)

@@ -114,7 +114,7 @@ def call_all(client):
     yield client.delete(project_url)
     yield client.get(PROJECTS, headers=known)
     yield client.delete(address_in(kept, "Location"))
-    yield client.post(PROJECTS, json={}, headers=keyed)
+    yield client.post(PROJECTS, json={}, headers=keyed)  # whose key is spent
 
 
 def responses(client):
