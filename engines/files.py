@@ -3,8 +3,8 @@
 import errno
 import fcntl
 import os
+import secrets
 import stat
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -27,8 +27,10 @@ def new_file(path: str) -> Iterator[str]:
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
     folder = os.path.dirname(os.path.abspath(path))
     owner = os.stat(folder)
-    descriptor, partial = tempfile.mkstemp(".partial", "gardening-", folder)
+    # Named first, so that a signal that arrives as the file is created leaves nothing.
+    partial = os.path.join(folder, f"gardening-{secrets.token_hex(8)}.partial")
     try:
+        descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         if os.geteuid() == 0:  # the folder's owner, the service's user, gets the file
             with suppress(OSError):  # as on NFS, where root may be nobody
                 os.fchown(descriptor, owner.st_uid, owner.st_gid)
