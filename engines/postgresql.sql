@@ -38,6 +38,7 @@ CREATE TABLE spent_key (
     seq           bigint NOT NULL,
     PRIMARY KEY (account, key)
 );
+CREATE INDEX spent_key_seq ON spent_key (account, seq);
 
 CREATE TABLE part (
     id            text   NOT NULL,

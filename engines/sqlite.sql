@@ -41,6 +41,8 @@ CREATE TABLE spent_key (                            -- the key of a Project that
     seq           INTEGER NOT NULL,                 -- the account's last_seq at the deletion
     PRIMARY KEY (account, key)
 ) STRICT, WITHOUT ROWID;
+-- Without it, a deletion would scan the account's keys for those to forget.
+CREATE INDEX spent_key_seq ON spent_key (account, seq);
 
 CREATE TABLE part (                                 -- a region, zone, parcel or controller:
     id            TEXT    NOT NULL,                 -- the API has no calls for them yet

@@ -95,6 +95,27 @@ def test_page_costs_the_same_however_many_projects_there_are(store, plain_sql):
     assert steps("many", 19_980) < 1.1 * steps("few", 80)
 
 
+def test_deletion_costs_the_same_however_many_keys_are_spent(store, plain_sql):
+    ids = [store.create_project("ann", {}, f"key {number}").id for number in range(3)]
+
+    def steps(id):
+        """Of SQLite's virtual machine."""
+        [connection] = store.engine.idle[os.getpid()]
+        counted = []
+        connection.set_progress_handler(lambda: counted.append(1), 1)
+        store.delete_project("ann", id)
+        connection.set_progress_handler(None, 0)
+        return len(counted)
+
+    steps(ids[0])
+    few = steps(ids[1])
+    plain_sql.execute(
+        """WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 10000)
+        INSERT INTO spent_key SELECT 'ann', i, 3 FROM n"""
+    )
+    assert steps(ids[2]) < 1.1 * few
+
+
 def test_each_connection_syncs_its_commits_and_checks_references(store):
     for pragma, value in [("synchronous", 2), ("foreign_keys", 1)]:
         assert fetch(store, f"PRAGMA {pragma}") == [(value,)]
