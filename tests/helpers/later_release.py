@@ -7,12 +7,13 @@ from engines.migrations import SCHEMA_VERSION
 from helpers.testservice import copy_service
 
 TABLE = """CREATE TABLE zone (
-    id text NOT NULL, account text NOT NULL, project text NOT NULL, PRIMARY KEY (account, id)"""
+    id text {0} NOT NULL, account text {0} NOT NULL, project text {0} NOT NULL,
+    PRIMARY KEY (account, id)"""
 REFERENCE = "FOREIGN KEY (account, project) REFERENCES project (account, id) ON DELETE CASCADE"
 INDEX = "CREATE INDEX zone_project ON zone (account, project)"
-SQLITE = [f"{TABLE}, {REFERENCE}) STRICT", INDEX]
+SQLITE = [f"{TABLE.format('')}, {REFERENCE}) STRICT", INDEX]
 POSTGRESQL = [
-    f"{TABLE})",
+    f"""{TABLE.format('COLLATE "C"')})""",
     # Citus wants the table to be distributed before it gets the foreign key.
     """DO $$ BEGIN
         IF to_regclass('pg_dist_partition') IS NOT NULL THEN
