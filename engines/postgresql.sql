@@ -27,7 +27,7 @@ CREATE TABLE project (
     updated_at    bigint NOT NULL,
     version       bigint NOT NULL DEFAULT 1,
     postal_code   text,
-    location      text,
+    location      text   CHECK (location IS NULL OR location::json IS NOT NULL),
     key           text   COLLATE "C",
     fingerprint   bytea,
     PRIMARY KEY (account, seq),

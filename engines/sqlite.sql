@@ -26,8 +26,9 @@ CREATE TABLE project (
     updated_at    INTEGER NOT NULL,
     version       INTEGER NOT NULL DEFAULT 1,
     postal_code   TEXT,
-    location      TEXT,                             -- JSON, as it is returned: SQLite
+    location      TEXT                              -- JSON, as it is returned: SQLite
                                                     -- prints a REAL with 15 digits
+        CHECK (location IS NULL OR json_valid(location)),
     key           TEXT,                             -- the Idempotency-Key that came with it
     fingerprint   BLOB,                             -- SHA-256 of the fields that came with a key
     PRIMARY KEY (account, seq),

@@ -246,6 +246,10 @@ FAULTS = {
         "LOOSE project; UPDATE project SET account = 'bob', key = 'key' WHERE seq < 3",
         "UNIQUE constraint failed: project.account, project.(key|seq)|duplicate key value",
     ),
+    "location": (
+        "LOOSE project; UPDATE project SET location = replace(location, ':', ';')",
+        "CHECK constraint failed: location|invalid input syntax for type json",
+    ),
     "orphan": (
         "LOOSE part; UPDATE part SET project = 'no such'",
         "FOREIGN KEY constraint failed|insert or update on table .part. violates foreign",
@@ -307,7 +311,7 @@ def filled(tmp_path_factory):
 
 
 def test_damaged_backup_is_refused_or_can_be_read(filled, tmp_path):
-    """What has changed within a text cannot be noticed, and does no harm."""
+    """What has changed within a name cannot be noticed, and does no harm."""
     good = Path(filled).read_bytes()
     choose = random.Random(1).randrange
     refused = 0
