@@ -32,7 +32,7 @@ def create_app(config: Mapping[str, Any] | None = None) -> Flask:
     It opens no file, except under `flask run`, which creates the database. Raises ValueError for a
     setting that is wrong.
     """
-    app = Flask(__name__, static_folder=None)
+    app = problems.Service(__name__, static_folder=None)
     app.config.update(
         MAX_CONTENT_LENGTH=MAX_CONTENT_LENGTH,
         PROVIDE_AUTOMATIC_OPTIONS=False,

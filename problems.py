@@ -1,12 +1,19 @@
-"""Every error as a problem document (RFC 9457); those of the store are in one table."""
+"""Every error as a problem document (RFC 9457) and, if it is the service's own, in the log.
+
+Those of the store are in one table.
+"""
 
 import json
 from collections.abc import Iterable, Mapping
 from functools import partial
 from http import HTTPStatus
+from string import punctuation
+from textwrap import indent
+from traceback import format_exception
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
-from flask import Flask, Response, current_app
+from flask import Flask, Response, current_app, request
 from marshmallow import ValidationError
 from werkzeug.exceptions import HTTPException
 
@@ -69,6 +76,15 @@ STORE_ERRORS = {
 }
 
 
+class Service(Flask):
+    """Logs a defect so that no text of a caller's begins a line."""
+
+    def log_exception(self, exc_info: Any) -> None:
+        # Indented, since the error may quote a caller's line feed.
+        traceback = indent("".join(format_exception(exc_info[1])), "    ").rstrip()
+        self.logger.error("Bug in the service (%s)\n%s", current_request(), traceback)
+
+
 def add_to(app: Flask) -> None:
     app.register_error_handler(HTTPException, on_http_error)
     app.register_error_handler(ValidationError, on_invalid)
@@ -91,9 +107,20 @@ def on_store_error(response: ErrorResponse, error: Exception) -> Response:
     if isinstance(error, Unavailable):
         is_unknown = isinstance(error, OutcomeUnknown)
         what = "Outcome unknown" if is_unknown else "Database unavailable"
-        current_app.logger.error("%s: %s", what, error)
+        current_app.logger.error("%s: %s (%s)", what, error, current_request())
     detail = response.detail.format(*error.args)
     return problem(response.status, detail, response.extensions, response.headers)
+
+
+def current_request() -> str:
+    """Its method, path and request id for the log, each in printable ASCII without a space."""
+    environ = request.environ
+    # As it was sent, where the server says so, but without the query, which may hold anything.
+    sent = environ.get("RAW_URI") or environ.get("REQUEST_URI")
+    path = sent.partition("?")[0] if sent else quote(request.root_path + request.path)
+    shown = (request.method, path, environ.get("HTTP_X_REQUEST_ID") or "-")
+    method, path, id = (quote(text, punctuation, "latin-1", "replace") for text in shown)
+    return f"{method} {path}, request id {id}"
 
 
 def problem(

@@ -13,6 +13,8 @@ from traceback import walk_stack
 from urllib.parse import urljoin
 
 import pytest
+from werkzeug import Response
+from werkzeug.test import EnvironBuilder
 
 from app import create_app
 from auth import digest
@@ -347,6 +349,53 @@ def test_defect_shows_nothing_of_itself_but_in_the_log(client, plain_sql, caplog
     assert response.json["detail"] == "This is a bug in the service; see its log."
     assert "Retry-After" not in response.headers
     assert "Traceback" in caplog.text and "no such table" in caplog.text
+
+
+SENT = "/crash/x%0AERROR%20%C3%A9%22"
+
+
+@pytest.mark.parametrize(
+    "changes, path",
+    [
+        ({"RAW_URI": f"{SENT}?secret"}, SENT),  # gunicorn's
+        ({"REQUEST_URI": f"{SENT}?secret"}, SENT),  # waitress's and others'
+        ({"RAW_URI": '/crash/é\n\x1b["'.encode().decode("latin-1")}, '/crash/%C3%A9%0A%1B["'),
+        ({}, SENT),
+        ({"SCRIPT_NAME": "/garden"}, f"/garden{SENT}"),
+    ],
+)
+def test_defect_is_one_entry_of_the_log_that_shows_the_request(app, caplog, changes, path):
+    @app.get("/crash/<text>")
+    def crash(text):
+        raise RuntimeError(f"what was sent: {text}\r{text}")
+
+    environ = EnvironBuilder(path=f"{SENT}?secret").get_environ()
+    del environ["RAW_URI"], environ["REQUEST_URI"]
+    environ |= {"HTTP_X_REQUEST_ID": "7f"} | changes
+    status = Response.from_app(app, environ, buffered=True).status_code
+    [record] = caplog.records
+    first, *others = record.getMessage().splitlines()
+    assert (status, first) == (500, f"Bug in the service (GET {path}, request id 7f)")
+    assert others[0] == "    Traceback (most recent call last):"
+    assert "    RuntimeError: what was sent: x" in others
+    assert all(line.startswith("    ") for line in others)
+    assert "secret" not in record.getMessage()
+
+
+IDS = {"7f": "7f", "": "-", "a b": "a%20b", 'x"): é\x1b\x85': 'x"):%20%E9%1B%85'}
+
+
+@pytest.mark.parametrize("sent, shown", [(None, "-"), *IDS.items()])
+def test_outage_is_one_line_of_the_log_that_shows_the_request(
+    app, client, database, caplog, sent, shown
+):
+    os.remove(database)
+    environ = {} if sent is None else {"HTTP_X_REQUEST_ID": sent}
+    client.put(f"{MISSING}?secret", json={}, environ_overrides=environ)
+    [record] = caplog.records
+    reason = f"the database file was removed: {database}"
+    request = f"PUT {MISSING}, request id {shown}"
+    assert record.getMessage() == f"Database unavailable: {reason} ({request})"
 
 
 def test_outage_says_when_to_retry_and_ends(client, project, project_url, foreign_lock, caplog):

@@ -188,6 +188,24 @@ def test_nothing_in_a_path_or_header_forges_a_log_line(log, shared_token, text, 
     assert len(lines) == count
 
 
+def test_outage_names_the_request_as_the_access_log_does(
+    environment, database, token, tmp_path, capfd
+):
+    path, log = f"{PROJECTS}/x%0A%22root%22", tmp_path / "access.log"
+    with (
+        log.open("wb") as stdout,
+        gunicorn(environment, stdout=stdout) as (_, port),
+        Client(port, token) as client,
+    ):
+        assert client.fetch("GET", HELLO)[0] == 200  # it has started
+        os.remove(database)
+        assert client.fetch("DELETE", f"{path}?secret=1", X_Request_Id="7f")[0] == 503
+    line = log.read_text().splitlines()[1]
+    assert re.fullmatch(rf'"-" "DELETE {path}" 503 \d+ \d+ 7f', line)
+    [line] = [each for each in capfd.readouterr().err.splitlines() if "Database" in each]
+    assert line.endswith(f" (DELETE {path}, request id 7f)")
+
+
 def closed_pipe():
     reader, writer = os.pipe()
     os.close(reader)
