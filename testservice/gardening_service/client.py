@@ -6,7 +6,7 @@ those of the project under test.
 
 import json
 import os
-import select
+import selectors  # by its module, since eventlet replaces DefaultSelector in it
 import shlex
 import signal
 import subprocess  # by its module, since gevent replaces Popen in it
@@ -122,12 +122,14 @@ def run_service() -> Iterator[Service]:
     words, folder = (words, None) if words else (COMMAND, ROOT)
     pipe = subprocess.PIPE
     # In a process group of its own, since Ctrl-C is for the tests.
-    with subprocess.Popen(words, cwd=folder, stdin=pipe, stdout=pipe, process_group=0) as process:
+    with (
+        subprocess.Popen(words, cwd=folder, stdin=pipe, stdout=pipe, process_group=0) as process,
+        selectors.DefaultSelector() as output,
+    ):
         assert process.stdout
-        output = select.poll()
-        output.register(process.stdout, select.POLLIN)
+        output.register(process.stdout, selectors.EVENT_READ)
         try:
-            if not output.poll(1000 * START_LIMIT):
+            if not output.select(START_LIMIT):
                 raise RuntimeError(f"The service did not start within {START_LIMIT} seconds.")
             if not (ready := process.stdout.readline()):
                 raise RuntimeError("The service did not start.")
