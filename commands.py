@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 from flask import Flask
-from flask.cli import AppGroup, FlaskGroup, run_command, with_appcontext
+from flask.cli import AppGroup, FlaskGroup, ScriptInfo, run_command, with_appcontext
 from werkzeug.serving import is_running_from_reloader
 
 from auth import BadName, account_name, current_store, issue_token
@@ -200,10 +200,18 @@ def add_to(app: Flask) -> None:
         app.cli.add_command(command)
     context = click.get_current_context(silent=True)
     if context and context.command is run_command and not is_running_from_reloader():
-        welcome(app, **context.params)
+        import_path = context.ensure_object(ScriptInfo).app_import_path  # --app or FLASK_APP
+        welcome(app, import_path=import_path, **context.params)
 
 
-def welcome(app: Flask, host: str, port: int, cert: object, **_: object) -> None:
+def welcome(
+    app: Flask,
+    host: str,
+    port: int,
+    cert: object,
+    import_path: str | None = None,
+    **_: object,
+) -> None:
     """On `flask run`, create the database, and say what to do next, or what is wrong."""
     store: Store = app.extensions["store"]
     engine = store.engine
@@ -219,8 +227,10 @@ def welcome(app: Flask, host: str, port: int, cert: object, **_: object) -> None
         elif app.config["DATABASE"]:
             setting = f"FLASK_DATABASE={shlex.quote(engine.name)} "
         click.echo(f"No access token yet. In another terminal, {place}, run:")
-        python = shlex.quote(sys.executable)
-        click.echo(f"    {setting}{python} -m flask token create ACCOUNT")
+        flask = f"{shlex.quote(sys.executable)} -m flask"
+        if import_path:
+            flask += f" --app {shlex.quote(import_path)}"
+        click.echo(f"    {setting}{flask} token create ACCOUNT")
     page = app.extensions.get("docs")
     if page and port:  # with 0, only Flask's own line will name the port
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -16,7 +16,8 @@ from click.testing import CliRunner
 from app import create_app
 from commands import TokenID
 from engines.backup import COLUMNS
-from helpers.running import BIN, LIMIT, ROOT, run
+from helpers.running import BIN, LIMIT, ROOT, flask_run, run
+from helpers.testservice import copy_service
 
 
 def test_list_shows_ids_and_times_but_no_token(command):
@@ -263,3 +264,16 @@ def test_another_programs_command_may_be_called_run(tmp_path):
 
     assert CliRunner().invoke(other).output == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_hint_of_flask_run_works_in_a_folder_without_the_service(tmp_path):
+    clone, folder = tmp_path / "a clone", tmp_path / "elsewhere"
+    for each in (clone, folder):
+        each.mkdir()
+    copy_service(clone)
+    run_flask = BIN / "flask", "--app", clone / "app"
+    with flask_run(os.environ, folder=folder, flask=run_flask) as (_, printed):
+        [hint] = [line for line in printed if "token create" in line]
+    assert run("sh", "-c", hint, folder=folder).stdout.startswith("gardening_")
+    with flask_run(os.environ, folder=folder, flask=run_flask) as (_, printed):
+        assert not any("token create" in line for line in printed)
