@@ -1,11 +1,14 @@
 """The commands of `flask`, and what `flask run` says at its start."""
 
+import json
 import shlex
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import click
@@ -239,8 +242,40 @@ def welcome(
         click.echo(f"    {scheme}://{address}{page}")
 
 
+def show_version(context: click.Context, _: click.Parameter, is_given: bool) -> None:
+    if is_given:
+        folder = Path(__file__).parent
+        description = json.loads((folder / "openapi.json").read_bytes())
+        version = f"gardening {description['info']['version']}"
+        if commit := commit_of(folder):
+            version += f", commit {commit}"
+        click.echo(version)
+        context.exit()
+
+
+def commit_of(clone: Path) -> str:
+    """The commit that is checked out; "" if this is no clone, or there is no git."""
+    # By the name of its folder, git reads a clone of another user, as that in /opt/gardening, and
+    # looks for none in the folders around it.
+    command = ["git", f"--git-dir={clone}/.git", "rev-parse", "--verify", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""
+
+
+version_option = click.Option(
+    ["--version"],
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=show_version,
+    help="Show the release, and in a clone its commit.",
+)
+
+
 def main(create_app: Callable[[], Flask]) -> None:
     """`gardening`, the program on a server: the commands of this module alone."""
     group = FlaskGroup(add_default_commands=False, create_app=create_app, add_version_option=False)
-    group.params.clear()  # --app and others of Flask
+    group.params = [version_option]  # in place of --app and others of Flask
     group.main(prog_name="gardening")

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from app import create_app
 from commands import TokenID
 from engines.backup import COLUMNS
+from helpers.openapi import API
 from helpers.running import BIN, LIMIT, ROOT, flask_run, run
 from helpers.testservice import copy_service
 
@@ -277,3 +278,29 @@ def test_hint_of_flask_run_works_in_a_folder_without_the_service(tmp_path):
     assert run("sh", "-c", hint, folder=folder).stdout.startswith("gardening_")
     with flask_run(os.environ, folder=folder, flask=run_flask) as (_, printed):
         assert not any("token create" in line for line in printed)
+
+
+def test_version_is_the_release_and_in_a_clone_its_commit(tmp_path):
+    """Also in a clone of another user, as in /opt/gardening."""
+
+    def version(**environment):
+        environment = os.environ | {"PYTHONPATH": str(clone)} | environment
+        command = [python, "-Pm", "app", "--version"]
+        return run(*command, folder="/", environment=environment).stdout
+
+    def commit(folder):
+        script = "git init && git add . && git $WHO commit -m x >&2 && git rev-parse HEAD"
+        who = {"WHO": "-c user.name=x -c user.email=x@example.org"}
+        return run("sh", "-ec", script, folder=folder, environment=os.environ | who).stdout
+
+    clone, python = tmp_path / "clone", sys.executable
+    another_user = {"GIT_TEST_ASSUME_DIFFERENT_OWNER": "1"}
+    clone.mkdir()
+    copy_service(clone)
+    release = f"gardening {API['info']['version']}"
+    commit(tmp_path)
+    assert version() == f"{release}\n"  # no commit of a repository around it
+    id = commit(clone).splitlines()[-1]
+    run("git", "log", folder=clone, environment=os.environ | another_user, status=128)
+    assert version(**another_user) == f"{release}, commit {id}\n"
+    assert version(PATH=str(tmp_path)) == f"{release}\n"  # there is no git
