@@ -72,7 +72,7 @@ def list_tokens() -> None:
     width = max([4, *(len(str(token.id)) for token in tokens)])
     line = f"{{:>{width}}}  {{:16}}  {{:16}}  {{}}"
     click.echo(line.format("ID", "CREATED (UTC)", "EXPIRES (UTC)", "ACCOUNT"))
-    for id, created_at, expires_at, account in tokens:
+    for id, created_at, expires_at, account, _ in tokens:
         click.echo(line.format(id, utc(created_at), utc(expires_at), account))
 
 

@@ -86,6 +86,7 @@ class Token(NamedTuple):
     created_at: int  # epoch milliseconds
     expires_at: int | None  # None: never
     account: str
+    note: str | None
 
 
 Fields = Mapping[str, object]  # what a caller sets: some fields of a Project, or all
@@ -218,7 +219,9 @@ class Store:
         digest.update(str(next_after).encode())
         return ProjectList(digest.hexdigest(), document, next_after)
 
-    def add_token(self, account: str, digest: bytes, days: int | None = None) -> int:
+    def add_token(
+        self, account: str, digest: bytes, days: int | None = None, note: str | None = None
+    ) -> int:
         """Let a token act for the account for this many days, or for ever.
 
         Returns the token's id.
@@ -229,11 +232,12 @@ class Store:
             "digest": digest,
             "now": now,
             "expires_at": None if days is None else now + days * DAY,
+            "note": note,
         }
         with self.engine.writer() as connection:
             [(id,)] = connection.fetch(
-                """INSERT INTO token (account, digest, created_at, expires_at)
-                VALUES (:account, :digest, :now, :expires_at)
+                """INSERT INTO token (account, digest, created_at, expires_at, note)
+                VALUES (:account, :digest, :now, :expires_at, :note)
                 RETURNING id""",
                 token,
             )
@@ -249,11 +253,13 @@ class Store:
             )
         return Caller(*rows[0]) if rows else None
 
-    def list_tokens(self) -> list[Token]:
-        """Every token, in the order of the ids."""
-        select = "SELECT id, created_at, expires_at, account FROM token ORDER BY id"
+    def list_tokens(self, account: str | None = None) -> list[Token]:
+        """The account's tokens, or those of every account, in the order of the ids."""
+        select = """SELECT id, created_at, expires_at, account, note FROM token
+            WHERE account = coalesce(:account, account)
+            ORDER BY id"""
         with self.engine.snapshot() as connection:
-            return [Token(*row) for row in connection.fetch(select, {})]
+            return [Token(*row) for row in connection.fetch(select, {"account": account})]
 
     def revoke_token(self, id: int) -> bool:
         """Make a token invalid; False if there is none with this id."""

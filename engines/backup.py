@@ -24,7 +24,7 @@ from engines.sqlite import SQLite, inspect, raise_if_full
 # refers to `project`; and if a Project came before its account, SQLite's trigger would create the
 # account, which then could not be inserted.
 COLUMNS = {
-    "token": ("id", "account", "digest", "created_at", "expires_at"),
+    "token": ("id", "account", "digest", "created_at", "expires_at", "note"),
     "account": ("name", "last_seq"),
     "project": (*FIELDS, "account", "seq", "key", "fingerprint"),
     "spent_key": ("account", "key", "seq"),

@@ -15,7 +15,8 @@ CREATE TABLE token (
     account       text   COLLATE "C" NOT NULL,
     digest        bytea  NOT NULL UNIQUE,
     created_at    bigint NOT NULL,
-    expires_at    bigint
+    expires_at    bigint,
+    note          text
 );
 
 CREATE TABLE project (

@@ -14,7 +14,8 @@ CREATE TABLE token (
     account       TEXT    NOT NULL,
     digest        BLOB    NOT NULL UNIQUE,          -- SHA-256 of the token
     created_at    INTEGER NOT NULL,
-    expires_at    INTEGER                           -- NULL: never
+    expires_at    INTEGER,                          -- NULL: never
+    note          TEXT                              -- for whoever revokes it
 ) STRICT;
 
 CREATE TABLE project (

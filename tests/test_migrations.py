@@ -213,4 +213,4 @@ def columns_in(file):
 def test_both_engines_have_the_same_tables_and_columns():
     tables = columns_in("engines/sqlite.sql")
     assert tables == columns_in("engines/postgresql.sql")
-    assert tables["token"] == ["id", "account", "digest", "created_at", "expires_at"]
+    assert tables["token"] == ["id", "account", "digest", "created_at", "expires_at", "note"]
