@@ -23,13 +23,21 @@ class BadName(ValueError):
     """The text cannot name an account."""
 
 
-def issue_token(store: Store, account: str, days: int | None = None) -> tuple[str, int]:
+class BadNote(ValueError):
+    """The text cannot be the note of a token."""
+
+
+def issue_token(
+    store: Store, account: str, days: int | None = None, note: str | None = None
+) -> tuple[str, int]:
     """Issue a token that expires after this many days, or never; with 0, it has expired.
 
-    `account` is a name that account_name returned. Returns the token and its id.
+    `account` is a name that account_name returned. Returns the token and its id. Raises BadNote.
     """
+    if note is not None and not (0 < len(note) <= 100 and note.isprintable()):
+        raise BadNote("A note must be 1 to 100 printable characters, without a line break.")
     token = TOKEN_PREFIX + secrets.token_urlsafe(32)
-    return token, store.add_token(account, digest(token), days)
+    return token, store.add_token(account, digest(token), days, note)
 
 
 def account_name(text: str) -> str:

@@ -16,7 +16,7 @@ from flask import Flask
 from flask.cli import AppGroup, FlaskGroup, ScriptInfo, run_command, with_appcontext
 from werkzeug.serving import is_running_from_reloader
 
-from auth import BadName, account_name, current_store, issue_token
+from auth import BadName, BadNote, account_name, current_store, issue_token
 from engines.backup import BadBackup, backup, restore
 from engines.engine import Engine
 from engines.errors import OutcomeUnknown, Unavailable
@@ -38,7 +38,7 @@ class Command(click.Command):
         except OutcomeUnknown as error:
             hint = "the change may have been made, or not"
             raise click.ClickException(f"{error}; {hint}") from error
-        except (BadName, BadBackup, Unavailable) as error:
+        except (BadName, BadNote, BadBackup, Unavailable) as error:
             raise click.ClickException(str(error)) from error
 
 
@@ -53,11 +53,12 @@ token_commands = Group("token", help="Issue, list and revoke access tokens.")
 @token_commands.command("create")
 @click.argument("account")
 @click.option("--days", type=click.IntRange(1, MAX_DAYS), help="Default: no expiry.")
-def create_token(account: str, days: int | None) -> None:
+@click.option("--note", help="Shown by `list`, for whoever revokes it.")
+def create_token(account: str, days: int | None, note: str | None) -> None:
     """Print a new token for ACCOUNT; it cannot be shown again."""
     store, account = current_store(), account_name(account)
     is_new = store.find_account(account) is None
-    token, id = issue_token(store, account, days)
+    token, id = issue_token(store, account, days, note)
     # First, so that a token that cannot be printed can be revoked.
     click.echo(f"The token's ID is {id}.", err=True)
     if is_new:
@@ -66,14 +67,20 @@ def create_token(account: str, days: int | None) -> None:
 
 
 @token_commands.command("list")
-def list_tokens() -> None:
-    """Show the ID, times and account of every token."""
-    tokens = current_store().list_tokens()
-    width = max([4, *(len(str(token.id)) for token in tokens)])
-    line = f"{{:>{width}}}  {{:16}}  {{:16}}  {{}}"
-    click.echo(line.format("ID", "CREATED (UTC)", "EXPIRES (UTC)", "ACCOUNT"))
-    for id, created_at, expires_at, account, _ in tokens:
-        click.echo(line.format(id, utc(created_at), utc(expires_at), account))
+@click.argument("account", required=False)
+def list_tokens(account: str | None) -> None:
+    """Show all tokens, or those of ACCOUNT: ID, times, account and note."""
+    name = None if account is None else account_name(account)
+    tokens = current_store().list_tokens(name)
+    if name and not tokens:
+        raise click.ClickException(f"The account {name} has no tokens.")
+    id_width = max([4, *(len(str(token.id)) for token in tokens)])
+    account_width = max([7, *(len(token.account) for token in tokens)])
+    line = f"{{:>{id_width}}}  {{:16}}  {{:16}}  {{:{account_width}}}  {{}}"
+    click.echo(line.format("ID", "CREATED (UTC)", "EXPIRES (UTC)", "ACCOUNT", "NOTE"))
+    for token in tokens:
+        times = utc(token.created_at), utc(token.expires_at)
+        click.echo(line.format(token.id, *times, token.account, token.note or "").rstrip())
 
 
 def utc(time: int | None) -> str:
@@ -203,7 +210,7 @@ def add_to(app: Flask) -> None:
         app.cli.add_command(command)
     context = click.get_current_context(silent=True)
     if context and context.command is run_command and not is_running_from_reloader():
-        import_path = context.ensure_object(ScriptInfo).app_import_path  # --app or FLASK_APP
+        import_path = context.ensure_object(ScriptInfo).app_import_path  # --app
         welcome(app, import_path=import_path, **context.params)
 
 

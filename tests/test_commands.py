@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sqlite3
 import subprocess
 import sys
 from contextlib import closing
@@ -25,7 +26,7 @@ def test_list_shows_ids_and_times_but_no_token(command):
     accounts = ["ann", "bob", "ann"]
     tokens = [command("token", "create", each).stdout.strip() for each in accounts]
     header, *lines = command("token", "list").stdout.splitlines()
-    assert header == "  ID  CREATED (UTC)     EXPIRES (UTC)     ACCOUNT"
+    assert header == "  ID  CREATED (UTC)     EXPIRES (UTC)     ACCOUNT  NOTE"
     time = r"20\d\d-\d\d-\d\d \d\d:\d\d"
     for number, (account, line) in enumerate(zip(accounts, lines, strict=True), 1):
         assert re.fullmatch(f"   {number}  {time}  never             {account}", line)
@@ -91,6 +92,57 @@ def test_database_is_created_on_purpose_and_said(database):
         again = commands.invoke(args=["init-db"])
         assert (again.exit_code, again.output) == (0, "")
         assert commands.invoke(args=["token", "create", "ann"]).exit_code == 0
+
+
+def test_note_is_shown_with_its_token(command):
+    for account, *note in [
+        ("bob", "--note", "é" * 100),
+        ("a long name",),
+        ("bob", "--note", "x y"),
+    ]:
+        assert command("token", "create", account, *note).exit_code == 0
+    header, *lines = command("token", "list").stdout.splitlines()
+    columns = header.index("ACCOUNT"), header.index("NOTE")
+    accounts = [line[slice(*columns)].rstrip() for line in lines]
+    assert accounts == ["bob", "a long name", "bob"]
+    assert [line[columns[1] :] for line in lines] == ["é" * 100, "", "x y"]
+
+
+def test_tokens_of_one_account_are_listed(command):
+    for account in ("Zoe\u0308", "bob", "Zo\xeb"):
+        command("token", "create", account)
+    listed = command("token", "list", "Zoe\u0308").stdout
+    assert re.findall(r"(?m)^ +(\d+)", listed) == ["1", "3"]
+    refused = command("token", "list", "bo")
+    assert (refused.exit_code, refused.stdout) == (1, "")
+    assert refused.stderr == "Error: The account bo has no tokens.\n"
+
+
+@pytest.mark.parametrize("note", ["", "x" * 101, "a\nb", "a\x1bb", "\ud800"])
+def test_note_that_is_not_printable_text_of_a_line_is_refused(command, store, note):
+    refused = command("token", "create", "ann", "--note", note)
+    assert (refused.exit_code, refused.stdout) == (1, "")
+    what = "A note must be 1 to 100 printable characters, without a line break."
+    assert refused.stderr == f"Error: {what}\n"
+    assert store.list_tokens() == []
+
+
+def test_note_is_restored_as_it_is(command, another_database, tmp_path):
+    command("token", "create", "ann", "--note", "Zoë's phone")
+    command("token", "create", "ann")
+    assert command("backup", str(tmp_path / "backup.db")).exit_code == 0
+    odd = ("x" * 1000, "a\tb", "")
+    with closing(sqlite3.connect(tmp_path / "backup.db", isolation_level=None)) as edited:
+        for note in odd:
+            row = ("ann", note.encode(), 2**62, note)
+            edited.execute("INSERT INTO token VALUES (NULL, ?, ?, ?, NULL, ?)", row)
+    app = create_app({"DATABASE": another_database})
+    with closing(app.extensions["store"]) as target:
+        commands = app.test_cli_runner()
+        assert commands.invoke(args=["restore", str(tmp_path / "backup.db")]).exit_code == 0
+        notes = [token.note for token in target.list_tokens("ann")]
+        assert notes == ["Zoë's phone", None, *odd]
+        assert commands.invoke(args=["token", "list"]).stdout.count("\n") == 6
 
 
 USAGE = [["create"], ["revoke"], ["no-such-command"], ["revoke", "1", "--account", "a"]]

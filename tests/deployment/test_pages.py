@@ -93,7 +93,7 @@ def test_first_call_and_tokens_print_what_the_readme_says(clone):
             )
             assert found == expected
         listed = run(BIN / "flask", "token", "list", folder=clone).stdout
-        assert (" ann\n" in listed, " bob\n" in listed) == (True, False)
+        assert (" ann" in listed, " bob" in listed) == (True, False)
 
 
 def test_gunicorn_starts_as_the_readme_says(clone):
