@@ -38,8 +38,12 @@ def failing(gardening_service):
         client.close()
 
 
+def token_of(client):
+    return client.authorization["Authorization"].removeprefix("Bearer ")
+
+
 @pytest.mark.parametrize("failure", [*MADE, *NOT_MADE])
-def test_first_request_fails_as_planned_and_the_next_works(failing, failure):
+def test_first_request_fails_as_planned_and_the_next_works(failing, gardening_service, failure):
     client, other = failing(failure)
     status = None  # where the connection closes without a response
     with suppress(http.client.RemoteDisconnected):
@@ -48,6 +52,8 @@ def test_first_request_fails_as_planned_and_the_next_works(failing, failure):
     assert len(other.call("GET", PROJECTS)[1]) == (failure in MADE)
     assert client.call("POST", PROJECTS, {})[0] == 201
     assert len(other.call("GET", PROJECTS)[1]) == 1 + (failure in MADE)
+    requests = gardening_service.requests(token_of(client))
+    assert [request["status"] for request in requests] == [status, 201]
 
 
 @pytest.mark.parametrize(
@@ -66,13 +72,15 @@ def test_slow_request_makes_its_change_after_the_seconds_of_its_plan(
 ):
     """So a client that gives up and looks sees nothing yet."""
     client, other = failing(failure)
-    token = client.authorization["Authorization"].removeprefix("Bearer ")
+    token = token_of(client)
     started = time.monotonic()
     headers = client.authorization | {"Content-Type": "application/json"}
     client.request("POST", PROJECTS, "{}", headers)
     wait_for(lambda: gardening_service.left(token) == [])
     assert other.call("GET", PROJECTS) == (200, [])
+    assert gardening_service.requests(token)[0]["status"] is None
     assert client.getresponse().status == 201
+    assert gardening_service.requests(token)[0]["status"] == 201
     assert seconds <= time.monotonic() - started < seconds + 1
     assert len(other.call("GET", PROJECTS)[1]) == 1
 

@@ -173,8 +173,9 @@ def test_journal_has_each_request_as_it_was_sent(gardening):
             "X-Y": "z",
         },
         "body": '{"name": "é\ufffd"}',  # the last byte of the name is not UTF-8
+        "status": 415,
     }
-    assert (get["method"], get["path"], get["body"]) == ("GET", PROJECTS, "")
+    assert (get["method"], get["path"], get["body"], get["status"]) == ("GET", PROJECTS, "", 200)
 
 
 def test_plan_and_journal_of_a_token_are_for_any_path_but_those_of_tokens(
@@ -220,7 +221,8 @@ def test_broken_body_is_a_request_like_any_other(gardening, body):
         head_of_response, content = received.split(b"\r\n\r\n")
         responses.append((head_of_response[9:12], json.loads(content)["status"]))
     assert responses == [(b"400", 400), (b"502", 502)]
-    assert [each["method"] for each in gardening.requests] == ["POST", "POST"]
+    requests = [(each["method"], each["status"]) for each in gardening.requests]
+    assert requests == [("POST", 400), ("POST", 502)]
 
 
 def test_journal_has_of_a_long_body_what_the_service_reads(gardening):

@@ -114,11 +114,17 @@ class FailingService:
         self._app.delete("/test/tokens/<token>")(self.delete_token)
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        failure = Failure()
         issued = self._issued.get(bearer_token(environ.get("HTTP_AUTHORIZATION", "")))
-        if issued and not environ["PATH_INFO"].startswith("/test/"):
-            issued.journal.append(read_request(environ))
-            failure = next_failure(issued.plan, environ["REQUEST_METHOD"])
+        if issued is None or environ["PATH_INFO"].startswith("/test/"):
+            return self._app({**environ, FAILURE: Failure()}, start_response)
+        entry = read_request(environ)
+        issued.journal.append(entry)
+        failure = next_failure(issued.plan, environ["REQUEST_METHOD"])
+
+        def record_status(status: str, *arguments: Any) -> Any:
+            entry["status"] = int(status[:3])
+            return start_response(status, *arguments)
+
         time.sleep(failure.seconds)
         if failure.is_served:  # now, whatever the client then gets
             Response.from_app(self._app, {**environ, FAILURE: Failure()})
@@ -127,8 +133,8 @@ class FailingService:
         if failure.status:
             headers = {"Retry-After": str(failure.retry_after)}
             response = problem(failure.status, failure.detail, headers=headers)
-            return response(environ, start_response)
-        return self._app({**environ, FAILURE: failure}, start_response)
+            return response(environ, record_status)
+        return self._app({**environ, FAILURE: failure}, record_status)
 
     def token_for(self, body: Any) -> dict[str, Any]:
         """What POST /test/tokens returns for this body. Raises ValidationError."""
@@ -167,7 +173,10 @@ class FailingService:
 
 
 def read_request(environ: WSGIEnvironment) -> dict[str, Any]:
-    """The request as the journal has it. The application can still read its body."""
+    """The request as the journal has it, without a response yet.
+
+    The application can still read its body.
+    """
     body, copy = b"", BytesIO()
     copy.close()  # so that a body which cannot be read is an error for the application, too
     with suppress(Exception):  # it is malformed, or was cut short
@@ -181,6 +190,7 @@ def read_request(environ: WSGIEnvironment) -> dict[str, Any]:
         # Without the token, since tests print the journal.
         "headers": {k: v for k, v in headers if k != "Authorization"},
         "body": body.decode(errors="replace"),
+        "status": None,
     }
 
 

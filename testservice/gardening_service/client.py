@@ -20,7 +20,7 @@ from urllib.parse import quote, urlsplit
 from . import COMMAND, ROOT
 
 Plan = Sequence[str]
-Request = dict[str, Any]  # method, path, headers, body
+Request = dict[str, Any]  # method, path, headers, body, status
 START_LIMIT = 60  # seconds, on a busy machine
 LIMIT = 10  # seconds, for a response and for the end
 ENDED = "The service has ended."
