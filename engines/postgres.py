@@ -35,6 +35,8 @@ DEFAULTS: dict[str, Any] = {  # what the parameters of a URL override
 OUTAGES = (
     "2200H",  # the IDs of tokens are used up
     "25006",  # the server is a standby
+    "25P03",  # a transaction idled, or took, longer than the server lets it
+    "25P04",
     "3F000",  # no schema
     "40",  # contention
     "42501",  # a missing privilege
@@ -59,12 +61,14 @@ SELECT current_setting('server_encoding'),
             AND NOT EXISTS (SELECT FROM pg_depend
                 WHERE classid = 'pg_class'::regclass AND objid = pg_class.oid AND deptype = 'e'))
 """
-# Whatever the server's defaults, writers of an account wait for each other instead of failing, and
-# a commit waits for the disk and the synchronous standby.
+# Whatever the server, the database or the role sets, writers of an account wait for each other
+# instead of failing, a commit waits for the disk and the synchronous standby, and COPY, which is text,
+# does not double the backslash of a bytea.
 SETTINGS = f"""
 SET statement_timeout = '{STATEMENT_TIMEOUT}s';
 SET lock_timeout = '{ROW_LOCK_TIMEOUT}s';
 SET default_transaction_isolation = 'read committed';
+SET standard_conforming_strings = on;
 SELECT set_config('synchronous_commit', 'on', false)
 WHERE current_setting('synchronous_commit') IN ('off', 'local');
 """
@@ -175,6 +179,9 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
         self.deadline = time.monotonic() + COMMAND_TIMEOUT
         for limit in ("lock_timeout", "statement_timeout"):
             self.execute(f"SET LOCAL {limit} = '{COMMAND_TIMEOUT}s'")
+        # The latter is new in PostgreSQL 17, and within a transaction it can only be ended.
+        self.execute("""SELECT set_config(name, '0', true) FROM pg_settings
+            WHERE name IN ('idle_in_transaction_session_timeout', 'transaction_timeout')""")
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         # Once connected, psycopg waits for the server here, by default without a limit.
