@@ -72,6 +72,10 @@ SET standard_conforming_strings = on;
 SELECT set_config('synchronous_commit', 'on', false)
 WHERE current_setting('synchronous_commit') IN ('off', 'local');
 """
+# What psycopg puts before the reason of each host, after it has given that of the last one.
+OF_SEVERAL_HOSTS = re.compile(
+    r"(?m)^Multiple connection attempts .*$|^- host: '[^']*', port: '[^']*'(, hostaddr: '[^']*')?: "
+)
 IS_ON_CLUSTER = "SELECT EXISTS (SELECT FROM pg_extension WHERE extname = 'citus')"
 
 
@@ -419,4 +423,6 @@ def is_lost(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+    """The error on one line. If several hosts have failed, each reason is there once."""
+    lines = OF_SEVERAL_HOSTS.sub("", str(error)).splitlines()
+    return " ".join(dict.fromkeys(" ".join(line.split()) for line in lines if line))
