@@ -49,6 +49,9 @@ OUTAGES = (
     "XX001",  # damage
     "XX002",
 )
+# What Citus says if a node has lost the session that was kept for it. Its SQLSTATE is XX000, as that
+# of a defect.
+LOST_SESSION = "failure on connection marked as essential"
 # The comment on the table of Projects, which marks a database as ours.
 MARK = "gardening-project-service, schema version "
 # The encoding, the mark, and whether there is any table but those of extensions.
@@ -369,7 +372,8 @@ class PostgreSQL(Engine):
         if is_lost(error):
             kind = OutcomeUnknown if may_have_committed else Unavailable
             return kind(one_line(error))
-        return Unavailable(one_line(error)) if state.startswith(OUTAGES) else None
+        is_outage = state.startswith(OUTAGES) or LOST_SESSION in str(error)
+        return Unavailable(one_line(error)) if is_outage else None
 
 
 def parse(url: str) -> dict[str, Any]:

@@ -190,6 +190,17 @@ def test_node_that_is_down_takes_only_its_accounts_along(cluster, nodes, client_
     assert clients[0].get(PROJECTS).json == [before[0]]
 
 
+def test_session_that_a_node_has_lost_is_an_outage(nodes):
+    with closing(store_on(nodes[0])) as store:
+        store.add_token("ann", b"before")
+        for url in nodes[1:]:
+            execute(url, f"SELECT pg_terminate_backend(pid) {BACKENDS}")
+        with fails(Unavailable, "connection marked as essential"):
+            store.add_token("ann", b"lost")
+        assert store.find_caller(b"lost") is None
+        store.add_token("ann", b"after")
+
+
 @pytest.fixture
 def services(nodes):
     """The ports of two services, which ask the coordinator and a node that stays."""
