@@ -133,7 +133,9 @@ def scratch(folder: str | None) -> TemporaryDirectory[str]:
     link.
     """
     is_own = folder and os.path.isdir(folder) and os.stat(folder).st_uid == os.geteuid()
-    return TemporaryDirectory(".partial", "gardening-", folder if is_own else None)
+    parent = folder if is_own else None
+    # What it leaves is no failure of a restore that has committed.
+    return TemporaryDirectory(".partial", "gardening-", parent, ignore_cleanup_errors=True)
 
 
 def copy_file(path: str, to: str) -> None:

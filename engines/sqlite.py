@@ -250,7 +250,8 @@ class SQLite(Engine):
         if isinstance(error, OSError):  # of a file, or a TimeoutError of the queue
             reason = error.strerror or str(error)
             is_lock = str(error.filename).endswith("-lock")
-            return Unavailable(f"{reason}: {error.filename if is_lock else self.name}")
+            outage = OutcomeUnknown if may_have_committed else Unavailable
+            return outage(f"{reason}: {error.filename if is_lock else self.name}")
         name = getattr(error, "sqlite_errorname", "")
         if not OUTAGE.match(name):
             return None

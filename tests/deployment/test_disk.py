@@ -9,7 +9,8 @@ import pytest
 
 from engines.backup import scratch
 from helpers.running import BIN, PROJECTS, Client, environment_of, fill, gunicorn, run, token_on
-from test_backup import file, filled, run_command, source
+from helpers.stores import listed
+from test_backup import file, filled, run_command, source, target
 from test_sqlite import attempt
 
 STRACE = ["strace", "-f", "-qq", "-o", os.devnull, "-e"]
@@ -123,6 +124,22 @@ def test_folder_that_cannot_be_synced_fails_nothing(store, database, file, tmp_p
     run(*command, BIN / "flask", "backup", file, environment=environment_of(database))
     assert (tmp_path / "calls").read_text().count("EINVAL") == 1
     assert os.path.exists(file)
+
+
+def test_restore_that_has_committed_succeeds_whatever_cannot_be_removed(filled, target):
+    """Or an operator would undo it."""
+    fault = [*STRACE, "inject=rmdir,unlinkat:error=EIO"]
+    environment = environment_of(target)
+    ended = run(*fault, BIN / "flask", "restore", filled, environment=environment)
+    assert ended.stdout == "Restored: accounts 2, Projects 61, tokens 2.\n"
+
+
+def test_write_whose_lock_fails_after_the_commit_is_in_doubt(store, park, database):
+    """The second flock of a write is the one that unlocks."""
+    fault = [*STRACE, "inject=flock:error=EIO:when=2"]
+    printed = attempt(database, "write(store)", *fault)
+    assert printed == f"OutcomeUnknown Input/output error: {database}\n"
+    assert len(listed(store)) == 2
 
 
 def test_backup_that_cannot_get_its_name_leaves_no_file(store, database, file, tmp_path):
