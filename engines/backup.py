@@ -145,12 +145,22 @@ def copy_file(path: str, to: str) -> None:
     """
     if not stat.S_ISREG(os.stat(path).st_mode):  # SQLite would wait for the writer of a pipe
         raise BadBackup("not a regular file")
-    uri = f"{Path(path).absolute().as_uri()}?mode=ro"
+    path = os.path.realpath(path)  # which has the -wal beside it
+    uri = f"{Path(path).as_uri()}?mode=ro"
+    has_wal, is_writable = os.path.exists(f"{path}-wal"), os.access(os.path.dirname(path), os.W_OK)
+    if not has_wal and not is_writable:
+        uri += "&immutable=1"  # or SQLite would create a -wal for a plain copy of a database
     with (
         closing(sqlite3.connect(uri, uri=True)) as file,
         closing(sqlite3.connect(to, isolation_level=None)) as copy,
     ):
-        version, _ = inspect(file)
+        try:
+            version, _ = inspect(file)
+        except sqlite3.OperationalError as error:
+            if has_wal and not is_writable:
+                hint = "copy it and its -wal to a folder that can be written to"
+                raise BadBackup(f"{error}; {hint}") from error
+            raise
         if version == EMPTY:
             raise BadBackup("the file is empty")
         if reason := incompatibility(version):

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import sqlite3
 from contextlib import closing
 
@@ -76,7 +77,25 @@ def test_start_on_a_full_disk_asks_whether_it_is_full(mount, tmp_path):
     token_on(database)
     fill(disk)
     output = run_command(database, "open-db", status=1)
-    assert output == f"Error: disk I/O error (is the disk full?): {database}\n"
+    assert output == f"Error: disk I/O error (is the disk full, or a quota used up?): {database}\n"
+
+
+@pytest.mark.parametrize(
+    "suffixes, is_restored", [([""], True), (["", "-wal", "-shm"], True), (["", "-wal"], False)]
+)
+def test_plain_copy_in_a_folder_that_cannot_be_written_to_is_restored_if_it_can_be_read(
+    store, park, database, target, mount, tmp_path, suffixes, is_restored
+):
+    disk = tmp_path / "disk"
+    mount(disk, "1m")
+    if suffixes == [""]:
+        store.close()
+    for suffix in suffixes:
+        shutil.copy(database + suffix, f"{disk}/copy.db{suffix}")
+    run("mount", "-o", "remount,ro", disk)
+    printed = run_command(target, "restore", f"{disk}/copy.db", status=int(not is_restored))
+    hint = f"copy it and its -wal to a folder that can be written to: {disk}/copy.db\n"
+    assert printed.endswith("Projects 1, tokens 0.\n" if is_restored else hint)
 
 
 def test_full_disk_leaves_no_half_backup_and_no_half_restore(
