@@ -223,6 +223,7 @@ class SQLite(Engine):
         try:
             connection.execute("PRAGMA foreign_keys = ON")  # off by default
             connection.execute("PRAGMA synchronous = FULL")  # NORMAL may lose commits
+            connection.execute("PRAGMA temp_store = MEMORY")  # a container may have no /tmp
         except BaseException:
             connection.close()
             raise

@@ -80,6 +80,24 @@ def test_start_on_a_full_disk_asks_whether_it_is_full(mount, tmp_path):
     assert output == f"Error: disk I/O error (is the disk full, or a quota used up?): {database}\n"
 
 
+def test_sorting_needs_no_disk(store, database, file, mount, tmp_path):
+    """As in a container whose only folder that can be written to is that of the database."""
+    disk = tmp_path / "disk"
+    mount(disk, "64k")
+    fill(disk)
+    with closing(sqlite3.connect(database)) as plain_sql, plain_sql:
+        plain_sql.execute(
+            """WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 60000)
+            INSERT INTO account (name) SELECT 'a somewhat longer name of an account, ' || i FROM n"""
+        )
+    environment = environment_of(database) | {"TMPDIR": str(disk)}
+    listed = run(BIN / "flask", "account", "list", environment=environment).stdout
+    assert listed.count("\n") == 60001
+    run(BIN / "flask", "backup", file, environment=environment)
+    environment["FLASK_DATABASE"] = str(tmp_path / "restored.db")
+    run(BIN / "flask", "restore", file, environment=environment)
+
+
 @pytest.mark.parametrize(
     "suffixes, is_restored", [([""], True), (["", "-wal", "-shm"], True), (["", "-wal"], False)]
 )
