@@ -127,6 +127,13 @@ class DatabaseFile:
         if id != self._id:
             raise outage(f"the database file was replaced; restart the service: {self.path}")
 
+    def forbidden(self) -> str | None:
+        """The file that this user may not read: the database's, or one of SQLite's own beside it."""
+        for path in (self.target, self._wal, f"{self.target}-shm"):
+            if os.path.exists(path) and not os.access(path, os.R_OK):
+                return path
+        return None
+
     def add_connection(self) -> None:
         """Register a connection of this process.
 
@@ -184,6 +191,8 @@ class NoFile:
     def path_to_create(self) -> None: ...
 
     def check_identity(self) -> None: ...
+
+    def forbidden(self) -> None: ...
 
     def add_connection(self) -> None: ...
 

@@ -1,5 +1,6 @@
 """The engine on one SQLite file, or in memory."""
 
+import errno
 import os
 import re
 import secrets
@@ -258,10 +259,12 @@ class SQLite(Engine):
             return None
         reason = str(error)
         is_unwritable = self.file.folder and not os.access(self.file.folder, os.W_OK)
-        if is_unwritable and name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY_DIRECTORY")):
+        if name.startswith("SQLITE_CANTOPEN") and (forbidden := self.file.forbidden()):
+            reason, path = os.strerror(errno.EACCES), forbidden
+        elif is_unwritable and name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY_DIRECTORY")):
             reason = "its folder cannot be written to"
-        if name == "SQLITE_IOERR_SHMSIZE":  # the -shm, which a first connection creates
-            reason = f"{reason} (is the disk full?)"
+        if name in ("SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE"):  # of the -shm, at a start
+            reason = f"{reason} (is the disk full, or a quota used up?)"
         # After a crash, SQLite may still find a commit that could not be synced.
         is_unknown = may_have_committed and name.startswith("SQLITE_IOERR")
-        return (OutcomeUnknown if is_unknown else Unavailable)(f"{reason}: {self.name}")
+        return (OutcomeUnknown if is_unknown else Unavailable)(f"{reason}: {path}")

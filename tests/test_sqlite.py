@@ -442,6 +442,18 @@ def test_lock_that_cannot_be_opened_is_named(open_store):
     assert printed == f"Unavailable Permission denied: {database}-lock\n"
 
 
+@pytest.mark.parametrize("suffix", ["", "-wal", "-shm"])
+def test_file_of_sqlite_that_may_not_be_read_is_named(open_store, suffix):
+    with TemporaryDirectory(dir="/var/tmp") as folder:
+        os.chmod(folder, 0o777)
+        database = f"{folder}/gardening.db"
+        open_store(database).create_project("ann", {})
+        for each in ("", "-wal", "-shm"):
+            os.chmod(database + each, 0o666 if each != suffix else 0)
+        printed = attempt(database, "os.geteuid() or os.setuid(65534); read(store)")
+    assert printed == f"Unavailable Permission denied: {database}{suffix}\n"
+
+
 def test_file_in_a_folder_that_cannot_be_written_to_is_unavailable(open_store):
     """SQLite needs a -shm there, and would say that the file is read-only."""
     with TemporaryDirectory(dir="/var/tmp") as folder:

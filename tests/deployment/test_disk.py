@@ -116,6 +116,14 @@ def test_plain_copy_in_a_folder_that_cannot_be_written_to_is_restored_if_it_can_
     assert printed.endswith("Projects 1, tokens 0.\n" if is_restored else hint)
 
 
+def test_write_beyond_a_quota_says_so(store, database):
+    """Which SQLite calls an I/O error; a limit of the process stands in for the quota."""
+    script = "write(store); limit(resource.RLIMIT_FSIZE, 2**15); [write(store) for _ in range(99)]"
+    printed = attempt(database, script)
+    reason = "disk I/O error (is the disk full, or a quota used up?)"
+    assert printed == f"OutcomeUnknown {reason}: {database}\n"
+
+
 def test_full_disk_leaves_no_half_backup_and_no_half_restore(
     source, database, filled, mount, tmp_path
 ):
