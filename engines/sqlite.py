@@ -23,6 +23,7 @@ from engines.files import DatabaseFile, NoFile
 OLDEST_SQLITE = (3, 37)  # the first with STRICT tables
 WRITE_LOCK_TIMEOUT = 2.5  # seconds that a writer waits for others of the service
 BUSY_TIMEOUT = 1.0  # seconds that anybody waits for another program's lock
+MEMORY_TIMEOUT = 60.0  # seconds, in place of both: in memory, whoever reads keeps writers out
 OUTAGE = re.compile(  # what an operator can fix, or a retry can get past
     "SQLITE_(BUSY|LOCKED|READONLY|IOERR|CORRUPT|FULL|CANTOPEN|PROTOCOL|NOTADB)"
 )
@@ -51,8 +52,8 @@ class WriteQueue:
     SQLite's own lock would starve writers: the longer one has waited, the less often it asks again.
     """
 
-    def __init__(self, file: DatabaseFile | NoFile) -> None:
-        self._file = file
+    def __init__(self, file: DatabaseFile | NoFile, timeout: float) -> None:
+        self._file, self._timeout = file, timeout
         self._thread_lock = threading.Lock()
 
     @contextmanager
@@ -61,8 +62,8 @@ class WriteQueue:
 
         Raises TimeoutError, and as `DatabaseFile.lock` does.
         """
-        deadline = time.monotonic() + WRITE_LOCK_TIMEOUT
-        if not self._thread_lock.acquire(timeout=WRITE_LOCK_TIMEOUT):
+        deadline = time.monotonic() + self._timeout
+        if not self._thread_lock.acquire(timeout=self._timeout):
             raise TimeoutError("other writers take too long")
         try:
             with self._file.lock(deadline):
@@ -190,8 +191,10 @@ class SQLite(Engine):
             needed = ".".join(map(str, OLDEST_SQLITE))
             found = f"this Python has SQLite {sqlite3.sqlite_version}"
             raise ValueError(f"{found}; the service needs {needed} or later")
-        super().__init__(NoFile() if path == ":memory:" else DatabaseFile(path))
-        self._queue = WriteQueue(self.file)
+        is_in_memory = path == ":memory:"
+        super().__init__(NoFile() if is_in_memory else DatabaseFile(path))
+        self._queue = WriteQueue(self.file, MEMORY_TIMEOUT if is_in_memory else WRITE_LOCK_TIMEOUT)
+        self._busy_timeout = MEMORY_TIMEOUT if is_in_memory else BUSY_TIMEOUT
         if isinstance(self.file, NoFile):
             self.name = "the database in memory"
             self._uri = f"file:/{secrets.token_hex(8)}?vfs=memdb"
@@ -212,7 +215,7 @@ class SQLite(Engine):
             connection = sqlite3.connect(
                 self._uri,
                 uri=True,
-                timeout=BUSY_TIMEOUT,
+                timeout=self._busy_timeout,
                 isolation_level=None,  # each statement is a transaction
                 check_same_thread=False,  # any thread takes a connection that is idle
                 factory=SQLiteConnection,
@@ -257,7 +260,7 @@ class SQLite(Engine):
         name = getattr(error, "sqlite_errorname", "")
         if not OUTAGE.match(name):
             return None
-        reason = str(error)
+        reason, path = str(error), self.name
         is_unwritable = self.file.folder and not os.access(self.file.folder, os.W_OK)
         if name.startswith("SQLITE_CANTOPEN") and (forbidden := self.file.forbidden()):
             reason, path = os.strerror(errno.EACCES), forbidden

@@ -327,6 +327,19 @@ def test_memory_is_shared_by_threads_and_by_nobody_else(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_reader_holds_no_writer_of_a_database_in_memory_up_for_too_short_a_time():
+    """Where SQLite lets nobody write meanwhile, a writer waits for longer than for a file."""
+    with closing(Store(SQLite(":memory:"))) as store, ThreadPoolExecutor() as pool:
+        store.create_project("ann", {})
+        with store.engine.snapshot() as connection:
+            connection.fetch("SELECT id FROM project", {})
+            writes = [pool.submit(store.create_project, "ann", {}) for _ in range(2)]
+            with lasts(2.6), suppress(TimeoutError):
+                writes[0].result(2.6)
+        for write in writes:
+            write.result(LIMIT)
+
+
 # Its locks
 
 
