@@ -26,14 +26,11 @@ def new_file(path: str) -> Iterator[str]:
     if os.path.lexists(path):  # to fail before the work; `give_name` decides
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
     folder = os.path.dirname(os.path.abspath(path))
-    owner = os.stat(folder)
     # Named first, so that a signal that arrives as the file is created leaves nothing.
     partial = os.path.join(folder, f"gardening-{secrets.token_hex(8)}.partial")
     try:
         descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        if os.geteuid() == 0:  # the folder's owner, the service's user, gets the file
-            with suppress(OSError):  # as on NFS, where root may be nobody
-                os.fchown(descriptor, owner.st_uid, owner.st_gid)
+        give_away(descriptor, folder)
         os.close(descriptor)
         yield partial
         sync(partial)
@@ -43,6 +40,14 @@ def new_file(path: str) -> Iterator[str]:
     finally:
         with suppress(FileNotFoundError):
             os.unlink(partial)
+
+
+def give_away(descriptor: int, folder: str) -> None:
+    """Let the owner of this folder, the service's user, have what root has created in it."""
+    if os.geteuid() == 0:
+        owner = os.stat(folder)
+        with suppress(OSError):  # as on NFS, where root may be nobody
+            os.fchown(descriptor, owner.st_uid, owner.st_gid)
 
 
 def give_name(partial: str, path: str) -> None:
@@ -158,11 +163,12 @@ class DatabaseFile:
         """
         self.check_identity()
         path = f"{self.target}-lock"
+        flags = os.O_RDONLY | os.O_NONBLOCK  # or a pipe with this name would be waited for
         try:
-            file = os.open(path, os.O_RDONLY)
+            file = os.open(path, flags)
         except FileNotFoundError:
             create_empty(path)
-            file = os.open(path, os.O_RDONLY)
+            file = os.open(path, flags)
         try:
             while True:
                 try:
@@ -203,9 +209,18 @@ class NoFile:
 
 
 def create_folder_of(path: str) -> None:
-    """Create the folder for this file, unless there is one. Raises OSError."""
+    """Create the folder for this file, unless there is one. Raises OSError.
+
+    Only its owner can enter it.
+    """
+    folder = os.path.dirname(path)
     with suppress(FileExistsError):
-        os.mkdir(os.path.dirname(path))
+        os.mkdir(folder, 0o700)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            give_away(descriptor, os.path.dirname(folder))
+        finally:
+            os.close(descriptor)
 
 
 def create_empty(path: str) -> None:

@@ -467,6 +467,13 @@ def test_file_of_sqlite_that_may_not_be_read_is_named(open_store, suffix):
     assert printed == f"Unavailable Permission denied: {database}{suffix}\n"
 
 
+def test_pipe_with_the_name_of_the_lock_holds_nobody_up(database, store):
+    os.remove(f"{database}-lock")
+    os.mkfifo(f"{database}-lock")
+    attempt(database, "write(store)")
+    assert len(listed(store)) == 1
+
+
 def test_file_in_a_folder_that_cannot_be_written_to_is_unavailable(open_store):
     """SQLite needs a -shm there, and would say that the file is read-only."""
     with TemporaryDirectory(dir="/var/tmp") as folder:

@@ -220,6 +220,15 @@ def test_files_that_root_cannot_give_away_are_written_all_the_same(tmp_path):
     assert (folder / "gardening.db").stat().st_uid == 0
 
 
+def test_folder_that_root_creates_belongs_to_the_owner_of_the_one_around_it(tmp_path):
+    os.chown(tmp_path, 65534, 65534)
+    run_command(str(tmp_path / "new/gardening.db"), "init-db")
+    for name in ("new", "new/gardening.db", "new/gardening.db-lock"):
+        found = (tmp_path / name).stat()
+        assert (found.st_uid, found.st_gid) == (65534, 65534)
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+
+
 def test_files_that_root_creates_belong_to_the_owner_of_the_folder(tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
