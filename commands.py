@@ -126,7 +126,7 @@ def list_accounts() -> None:
 @click.argument("account")
 @click.option("--yes", is_flag=True, help="Delete it without asking.")
 def delete_account(account: str, yes: bool) -> None:
-    """Delete ACCOUNT and all that it owns: its Projects and tokens.
+    """Delete ACCOUNT and all that it owns.
 
     Requests under way may still add Projects. If so, `account list` shows the account again: delete
     it again.
