@@ -9,23 +9,26 @@ import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
-from helpers.running import LIMIT, ONE_WORKER, wait_for
+from helpers.running import LIMIT, ONE_WORKER, run, wait_for
 
 LONG = 10 * LIMIT  # seconds: a boot and an installation take long on a busy machine
 HOME = os.path.expanduser("~root")
 ENVIRONMENT = {"HOME": HOME, "PATH": "/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
 # The folder $0 has the root of the machine, and what overlayfs keeps. The folder $1 becomes the
-# machine's /srv; $2 is a setting for its services. Their time zone is not UTC.
+# machine's /srv; $2 is a setting for its services; $3 names its cgroup. Their time zone is not UTC.
+# In the cgroup of another one, systemd would wait for processes that it can neither see nor end.
 BOOT = """
 mount --make-rprivate /
 mount -t tmpfs tmpfs "$0"
-mkdir "$0/upper" "$0/scratch" "$0/machine"
+mkdir "$0/upper" "$0/scratch" "$0/machine" "$0/cgroup"
+mount -t cgroup2 cgroup2 "$0/cgroup"
+mkdir "$0/cgroup/$3"
+echo 0 >"$0/cgroup/$3/cgroup.procs"
 mount -t overlay -o "lowerdir=/,upperdir=$0/upper,workdir=$0/scratch" overlay "$0/machine"
 cd "$0/machine"
 mount --rbind "$1" srv
 mount -t proc proc proc
 mount -t sysfs sysfs sys
-mount -t cgroup2 cgroup2 sys/fs/cgroup
 for folder in dev run tmp; do mount -t tmpfs -o mode=755 tmpfs "$folder"; done
 chmod 1777 tmp
 mkdir dev/pts dev/shm
@@ -46,7 +49,13 @@ ln -sf /lib/systemd/system/basic.target etc/systemd/system/default.target
 mkdir old
 pivot_root . old
 umount -l /old
-exec /lib/systemd/systemd
+exec unshare --cgroup sh -ec 'mount -t cgroup2 cgroup2 /sys/fs/cgroup; exec /lib/systemd/systemd'
+"""
+# Its processes end after `unshare` does.
+CLEAR = """
+mount -t cgroup2 cgroup2 /mnt
+while grep -qs 'populated 1' "/mnt/$0/cgroup.events"; do sleep 0.1; done
+[ ! -e "/mnt/$0" ] || find "/mnt/$0" -depth -type d -exec rmdir {} +
 """
 
 
@@ -82,13 +91,13 @@ def start_machine(folder, environment):
 
     The shells of root have the environment.
     """
-    private = ["--mount", "--pid", "--net", "--uts", "--ipc", "--cgroup", "--fork"]
+    private = ["--mount", "--pid", "--net", "--uts", "--ipc", "--fork"]
     with (
         tempfile.TemporaryDirectory() as place,
         subprocess.Popen(
             # It ends with us, however we end.
             ["setpriv", "--pdeathsig=KILL", "unshare", *private, "--kill-child"]
-            + ["sh", "-ec", BOOT, place, str(folder), ONE_WORKER],
+            + ["sh", "-ec", BOOT, place, str(folder), ONE_WORKER, Path(place).name],
             env=ENVIRONMENT | {"container": "oci"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -109,3 +118,4 @@ def start_machine(folder, environment):
             yield new
         finally:
             unshare.kill()
+            run("unshare", "--mount", "sh", "-ec", CLEAR, Path(place).name)
