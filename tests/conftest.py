@@ -8,7 +8,7 @@ import pytest
 # Settings of a developer must not meet the tests, nor the tests a developer's database. First,
 # since the modules below copy the environment as they are imported.
 SETTINGS = (
-    *("FLASK_", "GARDENING_", "GUNICORN_", "WEB_CONCURRENCY", "PG", "PYTHON"),
+    *("FLASK_", "GARDENING_", "GUNICORN_", "WEB_CONCURRENCY", "PORT", "PG", "PYTHON"),
     *("PYTEST_ADDOPTS", "PY_COLORS", "FORCE_COLOR"),
 )
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
