@@ -8,12 +8,13 @@ VOLUME /data
 WORKDIR /opt/gardening
 ENV PATH=/opt/gardening/.venv/bin:$PATH \
     FLASK_DATABASE=/data/gardening.db \
-    GARDENING_BIND=0.0.0.0:8000
+    PORT=8000
 EXPOSE 8000
 CMD ["gunicorn"]
 HEALTHCHECK --timeout=10s --start-period=30s CMD ["python", "-c", "\
 import http.client, os; \
-service = http.client.HTTPConnection(os.environ['GARDENING_BIND'], timeout=8); \
+address = os.environ.get('GARDENING_BIND') or '127.0.0.1:' + os.environ['PORT']; \
+service = http.client.HTTPConnection(address, timeout=8); \
 service.request('GET', '/health'); \
 assert service.getresponse().status == 200"]
 

@@ -13,7 +13,12 @@ from gunicorn.workers.base import Worker
 UNREAD_LIMIT = 64 * 1024  # bytes; gunicorn drains less than this of an unread body
 
 wsgi_app = "app:create_app()"
-bind = os.environ.get("GARDENING_BIND", "").strip() or "127.0.0.1:8000"
+bind = os.environ.get("GARDENING_BIND", "").strip()
+if not bind:  # as gunicorn by itself, which stumbles over an empty PORT, and takes 0 for any port
+    port = os.environ.get("PORT", "").strip()
+    if port and not (port.isdecimal() and 0 < int(port) < 2**16):
+        sys.exit("Error: PORT must be a whole number, from 1 to 65535")
+    bind = f"0.0.0.0:{port}" if port else "127.0.0.1:8000"
 worker_class = "gthread"
 cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 if "WEB_CONCURRENCY" not in os.environ:  # which gunicorn reads by itself

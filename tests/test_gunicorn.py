@@ -57,9 +57,10 @@ def test_environment_sets_the_address(environment):
     assert "keepalive_timeout 60s;" in (ROOT / "deploy/nginx.conf").read_text()  # less
     assert settings["control_socket_disable"] == "True"
     for empty in ("", " "):
-        assert set_up(environment, GARDENING_BIND=empty) == settings
-    changed = set_up(environment, GARDENING_BIND="0.0.0.0:8080")
-    assert changed["bind"] == "['0.0.0.0:8080']"
+        assert set_up(environment, GARDENING_BIND=empty, PORT=empty) == settings
+    changed = set_up(environment, GARDENING_BIND="[::1]:8080", PORT="0")
+    assert changed["bind"] == "['[::1]:8080']"
+    assert set_up(environment, PORT="8080")["bind"] == "['0.0.0.0:8080']"
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="there is no affinity")
@@ -74,9 +75,16 @@ def test_two_workers_start_for_each_core_that_may_be_used(environment):
         os.sched_setaffinity(0, cores)
 
 
-def test_no_workers_at_all_are_refused_in_one_line(environment):
-    refused = run(BIN / "gunicorn", environment=environment | {"WEB_CONCURRENCY": "0"}, status=1)
-    assert refused.stderr == "Error: WEB_CONCURRENCY must be a whole number, 1 or more\n"
+REFUSED = [
+    ("WEB_CONCURRENCY", "0", "1 or more"),
+    *[("PORT", port, "from 1 to 65535") for port in ("0", "-1", "65536", "http")],
+]
+
+
+@pytest.mark.parametrize("name, number, allowed", REFUSED)
+def test_number_that_would_serve_nobody_is_refused_in_one_line(environment, name, number, allowed):
+    refused = run(BIN / "gunicorn", environment=environment | {name: number}, status=1)
+    assert refused.stderr == f"Error: {name} must be a whole number, {allowed}\n"
 
 
 def test_prefix_does_not_come_from_a_header(environment, token):
