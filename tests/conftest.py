@@ -9,7 +9,7 @@ import pytest
 # since the modules below copy the environment as they are imported.
 SETTINGS = (
     *("FLASK_", "GARDENING_", "GUNICORN_", "WEB_CONCURRENCY", "PORT", "PG", "PYTHON"),
-    *("PYTEST_ADDOPTS", "PY_COLORS", "FORCE_COLOR"),
+    *("RES_OPTIONS", "PYTEST_ADDOPTS", "PY_COLORS", "FORCE_COLOR"),
 )
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 for name in list(os.environ):
