@@ -30,6 +30,9 @@ elif int(os.environ["WEB_CONCURRENCY"]) == 0:  # gunicorn would start, and serve
 # Two, so that a write waiting for the disk does not hold up its process. With more, they contend
 # for the interpreter, and a mix of reads and writes gets slower.
 threads = 2
+# A name server that is silent is given up, as a silent host of a database is. By itself, glibc
+# would hold up a thread for 10 s for each host that a URL names. See resolv.conf(5).
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 keepalive = 75  # seconds, longer than the proxy's, so that the proxy closes first
 # gunicorn would take SCRIPT_NAME from a proxy, which may pass on a client's.
 forwarder_headers = ""
