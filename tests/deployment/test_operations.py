@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
 
@@ -388,19 +389,23 @@ def test_nginx_reaches_the_service_at_a_unix_socket(machine, token_of_ann, saved
         machine.paste(f"cp /run/gardening.conf {conf} && systemctl restart nginx")
 
 
-def test_database_in_another_folder_needs_the_setting_of_the_page(machine, saved_settings):
+@contextmanager
+def elsewhere(machine, database):
+    """The folder of a copy of the database, which the units use by the setting of the page."""
     [writable] = re.findall("`(ReadWritePaths=)FOLDER`", (ROOT / PAGE).read_text())
-    folder, drop_in = "/var/local/gardening", "gardening{,-backup}.service.d/folder.conf"
-    machine.paste(f"install -d -m 700 -o gardening {folder}")
-    machine.paste("cat >> /etc/gardening.env", input=f"FLASK_DATABASE={folder}/garden.db\n")
-    machine.paste("gardening init-db && ! systemctl restart gardening")
+    folder, drop_in = Path(database).parent, "gardening{,-backup}.service.d/folder.conf"
+    machine.paste(f"rm -rf {folder}; install -d -m 700 -o gardening {folder}")
+    machine.paste(f"gardening backup {BACKUPS}/here.db")
+    machine.paste("cat >> /etc/gardening.env", input=f"FLASK_DATABASE={database}\n")
+    machine.paste(f"gardening restore {BACKUPS}/here.db && rm {BACKUPS}/here.db")
+    machine.paste("systemctl restart gardening", status=1)  # which may not write there
     machine.paste(
         "cd /etc/systemd/system && mkdir -p gardening-backup.service.d && "
         f"tee {drop_in} <<<'[Service]\n{writable}{folder}' && systemctl daemon-reload"
     )
     try:
-        machine.paste("systemctl start gardening gardening-backup")
-        assert curl(machine, "/health")[0] == 200
+        machine.paste("systemctl start gardening")
+        yield folder
     finally:
         machine.paste(f"cd /etc/systemd/system && rm {drop_in} && systemctl daemon-reload")
 
@@ -475,27 +480,64 @@ def test_older_release_after_a_newer_one_needs_the_backup(machine, no_backups, e
 
 RESTORE = block("Backup and restore", "BACKUP=")
 UNDO = block("Backup and restore", "undone")
-OLD = "OLD=$(ls -d /var/lib/gardening-before-*Z | tail -n 1)\n"  # a new shell has none
 
 
 def restore_later():
-    """The block for a restore, which names a folder that has the second in its name."""
-    return f"sleep 1.1\n{RESTORE}"
+    """The block for a restore, in a new shell, as soon as its folder gets a new name."""
+    return f"cd; sleep 1.1\n{RESTORE}"
 
 
-def test_newest_dated_backup_is_restored_which_can_be_undone(machine, no_backups, empty_account):
+def undo(folder="/var/lib/gardening"):
+    """The block that undoes the last restore, pasted twice into a new shell."""
+    return f"cd; OLD=$(ls -d {folder}/before-*Z 2>/dev/null | tail -n 1)\n{UNDO}{UNDO}"
+
+
+@pytest.fixture(params=["/var/lib/gardening", "a mount", "/var/local/gardening/garden.db"])
+def place(machine, saved_settings, request):
+    """Where the database lies: its folder."""
+    if request.param == "a mount":
+        machine.paste("mount --bind /var/lib/gardening /var/lib/gardening")
+        yield "/var/lib/gardening"
+        machine.paste("systemctl stop gardening && umount /var/lib/gardening")
+    elif request.param.endswith(".db"):
+        with elsewhere(machine, request.param) as folder:
+            yield folder
+    else:
+        yield request.param
+
+
+def test_newest_dated_backup_is_restored_which_can_be_undone(
+    machine, place, no_backups, empty_account
+):
     add_project(machine, empty_account, "kept")
     machine.paste("systemctl start gardening-backup")
     machine.paste(f"cd {BACKUPS} && gardening backup manual.db")
     add_project(machine, empty_account, "lost")
-    assert "Restored: " in machine.paste(restore_later())
+    printed = machine.paste(restore_later())
+    assert re.search(r"(?m)^Restored: accounts \d+, Projects 1, tokens \d+.$", printed)
     assert names(machine, empty_account) == ["kept"]
-    assert machine.paste(f"stat --format='%U %a' {DATABASE}") == "gardening 600\n"
-    old = machine.paste(f"{OLD}echo $OLD").strip()
-    paste_twice(machine, f"OLD={old}\n{UNDO}")
+    files = machine.paste(f"stat --format='%U %a' {place}/*.db {place}/before-*Z/*.db")
+    assert {*files.splitlines()} == {"gardening 600"}
+    machine.paste(undo(place))
     assert names(machine, empty_account) == ["kept", "lost"]
     paste_twice(machine, restore_later())
     assert names(machine, empty_account) == ["kept"]
+
+
+def test_restore_pasted_again_into_the_same_shell_keeps_what_the_first_one_moved(
+    machine, no_backups, empty_account
+):
+    add_project(machine, empty_account, "Park")
+    machine.paste("systemctl start gardening-backup")
+    add_project(machine, empty_account, "Wood")
+    printed = machine.paste(f"{restore_later()}\n{RESTORE}", status=1)
+    assert printed.count("Restored: ") == 1
+    assert "File exists" in printed and "Nothing was restored" in printed
+    # And an undone one can be tried again.
+    assert "Restored: " in machine.paste(f"{undo()}\n{restore_later()}")
+    assert names(machine, empty_account) == ["Park"]
+    machine.paste(undo())
+    assert names(machine, empty_account) == ["Park", "Wood"]
 
 
 NEWEST = f"{BACKUPS}/2098-01-01T000000Z.db"
@@ -507,14 +549,13 @@ def test_refused_restore_is_undone(machine, no_backups, empty_account):
     printed = machine.paste(restore_later(), status=1)
     assert "Error: " in printed and "file is not a database" in printed
     assert "no database at" in machine.paste("journalctl -u gardening -n 20")
-    old = machine.paste(f"{OLD}echo $OLD").strip()
-    paste_twice(machine, f"OLD={old}\n{UNDO}")
+    machine.paste(undo())
     assert names(machine, empty_account) == ["Park"]
 
 
 NO_BACKUP = {  # by what creates it: what is said of it
-    "true": "",
-    f"install -o gardening /dev/null {NEWEST}": "",
+    "true": "Nothing was restored from ''.",
+    f"install -o gardening /dev/null {NEWEST}": f"Nothing was restored from '{NEWEST}'.",
     f"install -m 600 /etc/hostname {NEWEST}": "Permission denied",
 }
 
@@ -525,7 +566,7 @@ def test_restore_without_a_backup_stops_nothing(
 ):
     process = main_pid(machine)
     machine.paste(creation)
-    assert words in machine.paste(RESTORE)
+    assert words in machine.paste(RESTORE, status=1)
     assert main_pid(machine) == process
     assert names(machine, empty_account) == []
 
@@ -551,18 +592,16 @@ def test_restore_that_is_cut_off_leaves_the_old_folder_or_a_whole_database(
     add_project(machine, empty_account, "Wood")
     machine.paste("cat > /run/restore", input=RESTORE)
     machine.paste(
-        f"rm -rf /var/lib/gardening-before-*; setsid bash /run/restore >/dev/null 2>&1 & "
+        f"rm -rf /var/lib/gardening/before-*; setsid bash /run/restore >/dev/null 2>&1 & "
         f"sleep {seconds}; kill -KILL -- -$!; systemctl kill --signal=KILL 'run-*.service'; true"
     )
     started = machine.paste("systemctl start gardening && echo started || true")
     if "started" in started:
         found = names(machine, empty_account)
         assert found in (["Park"], ["Park", "Wood"])
-        machine.paste(f'{OLD}[ -z "$OLD" ] || rm -r "$OLD"')
         return
     assert "no database at" in machine.paste("journalctl -u gardening -n 20")
-    old = machine.paste(f"{OLD}echo $OLD").strip()
-    machine.paste(f"OLD={old}\n{UNDO}")
+    machine.paste(undo())
     assert names(machine, empty_account) == ["Park", "Wood"]
 
 
