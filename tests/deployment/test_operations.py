@@ -687,6 +687,8 @@ def test_backup_that_was_not_made_is_noticed(machine, no_backups):
 def test_host_of_the_block_is_called_through_nginx(machine):
     script = block("nginx")
     assert HOST in script
+    pair = "cat /etc/ssl/private/gardening.key /etc/ssl/certs/gardening.pem"
+    issued = machine.paste(pair)
     try:
         printed = machine.paste(script.replace(HOST, "other.example.org"))
         assert printed.endswith('{"status":"ok"}')
@@ -694,6 +696,7 @@ def test_host_of_the_block_is_called_through_nginx(machine):
         assert len(re.findall("server_name other.example.org;", served)) == 2
         limits = "^worker_rlimit_nofile 40000;$|^\tworker_connections 16384;$"
         assert len(re.findall(f"(?m){limits}", served)) == 2
+        assert machine.paste(pair) == issued
     finally:
         machine.paste(script)
 

@@ -47,7 +47,7 @@ def certify(folder: Path) -> dict[str, str]:
         "/etc/ssl/certs/gardening.pem": f"{folder}/certificate.pem",
         "/etc/ssl/private/gardening.key": f"{folder}/key.pem",
     }
-    script = lines_of_the_page(r"^openssl .*\.pem$")
+    script = lines_of_the_page(r"^ *openssl .*\.pem$")
     run("sh", "-c", f"HOST={HOST}\n{replaced(script, places)}")
     return places
 
