@@ -19,6 +19,7 @@ from helpers.running import LIMIT, PROJECTS, ROOT, blocks, replaced, run, wait_f
 
 PAGE = "docs/operations.md"
 POSTGRESQL = "docs/postgresql.md"
+SETTINGS = "deploy/gardening.env"
 DEPLOY = ROOT / "deploy"
 CLUSTER = next(Path("/usr/lib/postgresql").glob("*/bin"), Path("/usr/lib/postgresql/bin"))
 DATABASE = "/var/lib/gardening/gardening.db"
@@ -71,6 +72,20 @@ def machine(srv):
         machine.paste("rm /usr/local/bin/python3")
         paste_twice(machine, block("nginx"))
         yield machine
+
+
+@pytest.fixture(scope="module")
+def machine(srv):
+    """One for all tests but those that destroy it."""
+    with installed(srv) as machine:
+        yield machine
+
+
+def code(start, page=PAGE):
+    """The one piece of code in the text of the page that starts like this."""
+    text = " ".join((ROOT / page).read_text().split())
+    [found] = {*re.findall(f"`({start}[^`]*)`", text)}
+    return found
 
 
 def paste_twice(machine, script):
@@ -144,9 +159,7 @@ def no_backups(machine):
     machine.paste(f"find {BACKUPS} -mindepth 1 -delete")
 
 
-def add_setting(machine, start):
-    """Add the setting of the page that starts like this, and restart the service."""
-    [setting] = re.findall(f"`({start}[^`]*)`", (ROOT / PAGE).read_text())
+def add_setting(machine, setting):
     machine.paste("cat >> /etc/gardening.env", input=f"{setting}\n")
     machine.paste("systemctl restart gardening")
 
@@ -377,13 +390,14 @@ def test_install_finds_the_service_wherever_it_listens(machine, saved_settings):
 
 
 def test_nginx_reaches_the_service_at_a_unix_socket(machine, token_of_ann, saved_settings):
-    text = (ROOT / PAGE).read_text()
-    [setting, server] = re.findall("`([^`]*unix:/run/gardening/[^`]*)`", text)
-    machine.paste("cat >> /etc/gardening.env", input=f"{setting}\n")
+    [bind] = re.findall(r"\bunix:\S+ here", (ROOT / SETTINGS).read_text())
+    add_setting(machine, f"GARDENING_BIND={bind.removesuffix(' here')}")
+    assert json.loads(machine.paste(code("curl -fsS", SETTINGS))) == {"status": "ok"}
     conf = "/etc/nginx/conf.d/gardening.conf"
+    server = code("server unix:", SETTINGS)
     machine.paste(f"cp {conf} /run/ && sed -i 's|server 127.*|{server}|' {conf}")
     try:
-        machine.paste("systemctl restart gardening nginx")
+        machine.paste("systemctl restart nginx")
         assert curl_through_the_proxy(machine, PROJECTS, token=token_of_ann)[0] == 200
     finally:
         machine.paste(f"cp /run/gardening.conf {conf} && systemctl restart nginx")
@@ -391,8 +405,8 @@ def test_nginx_reaches_the_service_at_a_unix_socket(machine, token_of_ann, saved
 
 @contextmanager
 def elsewhere(machine, database):
-    """The folder of a copy of the database, which the units use by the setting of the page."""
-    [writable] = re.findall("`(ReadWritePaths=)FOLDER`", (ROOT / PAGE).read_text())
+    """The folder of a copy of the database, which the units use as the settings have it."""
+    [writable] = re.findall(r"\b(ReadWritePaths=)FOLDER", (ROOT / SETTINGS).read_text())
     folder, drop_in = Path(database).parent, "gardening{,-backup}.service.d/folder.conf"
     machine.paste(f"rm -rf {folder}; install -d -m 700 -o gardening {folder}")
     machine.paste(f"gardening backup {BACKUPS}/here.db")
@@ -657,6 +671,12 @@ def test_service_that_was_killed_is_started_again(machine):
     machine.paste(block("Health").splitlines()[0])
 
 
+def test_process_takes_as_much_memory_as_the_settings_say(machine):
+    [said] = re.findall(r"Each takes about (\d+) MB", (ROOT / SETTINGS).read_text())
+    usage = machine.paste(f"grep ^Rss: /proc/{workers(machine)[0]}/smaps_rollup")
+    assert int(usage.split()[1]) / 1024 == pytest.approx(int(said), rel=0.5)
+
+
 def test_process_that_grows_ends_alone(machine):
     """The kernel's part is tried by hand: few machines give a test a memory controller."""
     shown = machine.paste("systemctl show gardening")
@@ -720,7 +740,8 @@ def test_metrics_are_sent_once_the_setting_is_there(machine, saved_settings):
     machine.paste("cat > /tmp/listen.py", input=listen)
     wait = "until [ -s /tmp/received ]; do kill -0 $!; done"
     machine.paste(f"python3 /tmp/listen.py >/tmp/received 2>&1 & {wait}")
-    add_setting(machine, "GUNICORN_CMD_ARGS=--statsd")
+    *_, last = (ROOT / SETTINGS).read_text().splitlines()
+    add_setting(machine, last.removeprefix("#"))
     assert curl(machine, "/health")[0] == 200
     sent = "gardening.gunicorn.request.status.200:1|c"
     wait_for(lambda: sent in machine.paste("cat /tmp/received"))
