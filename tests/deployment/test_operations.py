@@ -396,11 +396,19 @@ def test_nginx_reaches_the_service_at_a_unix_socket(machine, token_of_ann, saved
     conf = "/etc/nginx/conf.d/gardening.conf"
     server = code("server unix:", SETTINGS)
     machine.paste(f"cp {conf} /run/ && sed -i 's|server 127.*|{server}|' {conf}")
+    [location] = blocks(PAGE, "Beside another site", "nginx")
+    [tcp, unix] = re.findall("http://[^; ]+:/|http://127[^;]+", location)
+    site = f"server {{ listen 8080; {replaced(location, {tcp: unix})} }}"
+    machine.paste("cat > /etc/nginx/conf.d/site.conf", input=site)
     try:
         machine.paste("systemctl restart nginx")
         assert curl_through_the_proxy(machine, PROJECTS, token=token_of_ann)[0] == 200
+        assert curl(machine, "/garden/health", address="http://127.0.0.1:8080")[0] == 200
+        logged = machine.paste("journalctl -u gardening -n 1 --output=cat")
+        assert re.search('"GET /health" 200 .* [0-9a-f]{32}$', logged)
     finally:
-        machine.paste(f"cp /run/gardening.conf {conf} && systemctl restart nginx")
+        machine.paste(f"rm /etc/nginx/conf.d/site.conf; cp /run/gardening.conf {conf}")
+        machine.paste("systemctl restart nginx")
 
 
 @contextmanager

@@ -85,7 +85,7 @@ def proxy(
 @contextmanager
 def another_site(folder: Path, upstream: int) -> Iterator[int]:
     """The port of a site of its own, with the page's location for a prefix pasted into it."""
-    [location] = blocks("docs/operations.md", "A prefix", "nginx")
+    [location] = blocks("docs/operations.md", "Beside another site", "nginx")
     location = replaced(location, {"127.0.0.1:8000": f"127.0.0.1:{upstream}"})
     site = "gzip_types *; gzip_min_length 0; location / { return 200 'another site'; }"
     with running(
