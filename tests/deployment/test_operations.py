@@ -95,7 +95,7 @@ def paste_twice(machine, script):
 
 def release(machine, change):
     """Put a change into the repository from which the service is installed."""
-    commit = "git -c user.name=x -c user.email=x@example.org commit --quiet --message=x"
+    commit = "git -c user.name=x -c user.email=x@example.org commit --quiet -m x --allow-empty"
     machine.paste(f"cd /srv/gardening && {change} && git add --all && {commit}")
 
 
@@ -345,6 +345,26 @@ def test_failed_upgrade_names_the_command_that_goes_back(machine, empty_account,
     assert installed_release(machine) != before
     assert printed.endswith(f"Before: {installed_release(machine)}")
     assert "back" in names(machine, empty_account)
+
+
+def test_changes_are_shown_before_an_upgrade_to_a_tag(machine):
+    before = installed_release(machine)
+    release(machine, "echo '- Planned.' >> CHANGELOG.md")
+    machine.paste("cd /srv/gardening && git tag v9.0.0")
+    release(machine, "echo '- Later.' >> CHANGELOG.md")
+    assert "- Planned.\n- Later.\n" in machine.paste(code("git -C /opt/gardening fetch"))
+    assert installed_release(machine) == before
+    checkout = replaced(code("checkout v"), {"v1.0.0": "v9.0.0"})
+    upgrade = replaced(upgrade_later(), {code("pull"): checkout})
+    paste_twice(machine, upgrade)
+    assert machine.paste("git -C /opt/gardening describe --tags") == "v9.0.0\n"
+    assert "not currently on a branch" in machine.paste(upgrade_later(), status=1)
+    [back] = [each for each in blocks(PAGE, "Upgrade") if "COMMIT" in each]
+    paste_twice(machine, replaced(back, {"COMMIT": before.strip()}))
+    assert installed_release(machine) == before
+    machine.paste("git -C /opt/gardening checkout --quiet main")
+    release(machine, "git revert --no-edit --no-commit HEAD HEAD~1")
+    machine.paste(upgrade_later())
 
 
 def test_reload_lasts_until_the_old_processes_have_ended(machine):
