@@ -691,6 +691,18 @@ def test_service_starts_with_the_machine_and_has_time_for_a_migration(machine):
     assert {"UnitFileState=enabled", "TimeoutStartUSec=infinity"} <= {*shown}
 
 
+def test_old_machine_stops_for_good_with_a_last_backup(machine, no_backups):
+    paste_twice(machine, code("systemctl disable --now"))
+    try:
+        units = "gardening.service gardening-backup.timer"
+        states = {*machine.paste(f"systemctl is-active {units}", status=3).split()}
+        states |= {*machine.paste(f"systemctl is-enabled {units}", status=1).split()}
+        assert states == {"inactive", "disabled"}
+        assert machine.paste(f"ls {BACKUPS}").endswith("Z.db\n")
+    finally:
+        machine.paste("systemctl enable --now gardening gardening-backup.timer")
+
+
 def test_service_that_was_killed_is_started_again(machine):
     killed = main_pid(machine)
     machine.paste(f"kill -KILL {killed}")
