@@ -59,8 +59,8 @@ def srv(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def machine(srv):
+@contextmanager
+def installed(srv):
     """A machine with the service and nginx, installed as the page has it."""
     with start_machine(srv, PIP) as machine:
         machine.paste("ln -s /srv/apt-get /usr/local/bin/ && systemctl start nginx")
@@ -836,3 +836,14 @@ def test_projects_move_to_postgresql_and_back(machine, empty_account, saved_sett
     machine.paste(f"pg_ctlcluster {version} main stop")
     machine.paste(restore_later())
     assert curl(machine, PROJECTS, token=empty_account) == kept
+
+
+LEFT = "find /etc /opt /usr/local /var/backups /var/lib -name '*gardening*' ! -name 'stamp-*'"
+
+
+def test_nothing_is_left_of_a_service_that_was_uninstalled(srv):
+    with installed(srv) as machine:
+        machine.paste(block("Uninstall"))
+        assert machine.paste(LEFT) == ""
+        machine.paste("! getent passwd gardening && systemctl is-active nginx")
+        assert machine.paste("systemctl list-units --all --no-legend 'gardening*'") == ""
