@@ -787,6 +787,15 @@ def test_metrics_are_sent_once_the_setting_is_there(machine, saved_settings):
     wait_for(lambda: sent in machine.paste("cat /tmp/received"))
 
 
+def test_names_of_the_page_are_those_of_the_access_log(machine, token_of_ann, saved_settings):
+    [text] = re.findall("(?s)none of gunicorn's\\s+names, only (.*?)\\.", (ROOT / PAGE).read_text())
+    fields = "".join(f"/%({name})s" for name in re.findall("`(.*?)`", text))
+    add_setting(machine, f"GUNICORN_CMD_ARGS=--access-logformat={fields}")
+    curl(machine, f"{PROJECTS}?page=0", "-H X-Request-Id:7f", token=token_of_ann)
+    logged = machine.paste("journalctl -u gardening -n 1 --output=cat")
+    assert re.search(rf"/ann/\d+/GET/{PROJECTS}/200/\d+/\d+/7f$", logged)
+
+
 PASSWORD = r"se:cr\et"
 
 
