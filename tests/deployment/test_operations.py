@@ -171,6 +171,8 @@ def main_pid(machine):
 def test_first_token_is_one_of_the_service(machine):
     token = machine.paste(f"cd / && {block('First token')}").splitlines()[-1]
     assert curl_through_the_proxy(machine, PROJECTS, token=token)[0] == 200
+    call = replaced(code("curl -k"), {"HOST": HOST, "TOKEN": token})
+    assert machine.paste(f"{call} -sS --resolve {HOST}:443:127.0.0.1") == "[]"
 
 
 def test_machine_shares_its_cgroup_with_nobody(machine):
