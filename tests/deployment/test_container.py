@@ -95,7 +95,7 @@ def test_compose_file_confines_the_service_and_fits_the_image():
     file = ROOT / "deploy/compose.yaml"
     printed = run(COMPOSE, "--file", file, "config", "--format=json").stdout
     service = json.loads(printed)["services"]["gardening"]
-    assert service["restart"] == "unless-stopped"
+    assert service["restart"] == "unless-stopped" and service["init"]
     assert service["read_only"] and service["tmpfs"] == ["/tmp"]
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
@@ -108,6 +108,13 @@ def test_compose_file_confines_the_service_and_fits_the_image():
     assert service["stop_grace_period"] == "40s"  # gunicorn itself waits for 30
     log = service["logging"]["options"]
     assert (log["max-size"], log["max-file"]) == ("10m", "5")  # 50 MB
+
+
+def test_process_1_of_a_container_that_a_page_starts_is_not_the_service():
+    """It would ignore SIGTERM until it has a handler."""
+    text = "".join(page.read_text() for page in ROOT.glob("docs/*.md"))
+    [options] = re.findall("docker run (.*)", text)
+    assert "--init " in options
 
 
 def test_service_runs_as_a_user_without_a_name(environment, token):
