@@ -183,6 +183,49 @@ def test_backup_of_a_container_is_restored_in_a_volume(environment, database, tm
         assert connection.execute("SELECT count(*) FROM project").fetchall() == [(2,)]
 
 
+DOCKER = """#!/bin/sh -e
+[ "$COMPOSE_FILE" = deploy/compose.yaml ]
+[ "$*" = "compose exec -T gardening sh -ec $7" ]
+cd "$CLONE"
+exec sh -ec "$(echo "$7" | sed "s,/data,$VOLUME,g")"
+"""
+
+
+def test_copies_of_seven_nights_are_kept(environment, token, database, tmp_path):
+    """By cron, to which "%" is a line break, but not "\\%"."""
+    [line] = blocks(PAGE, "Backup and restore", "text")
+    time, command = re.fullmatch(r"((?:\S+ ){5})(.*)\n", line).groups()
+    assert time == "0 3 * * * " and "%" not in command.replace(r"\%", "")
+    command = replaced(command, {r"\%": "%", "/opt/gardening": str(tmp_path)})
+    (tmp_path / "backup.sh").write_text(blocks(PAGE, "Backup and restore")[0])
+    (tmp_path / "docker").write_text(DOCKER)
+    (tmp_path / "docker").chmod(0o755)
+    environment |= {"PATH": f"{tmp_path}:{BIN}:{environment['PATH']}"}
+    environment |= {"VOLUME": str(Path(database).parent), "CLONE": str(ROOT)}
+    for _ in range(2):
+        run("sh", "-c", command, environment=environment)
+    copies = [file.name for file in tmp_path.glob("night-[1-7].db")]
+    [copy] = copies
+    assert (tmp_path / copy).stat().st_mode & 0o777 == 0o600
+    with closing(sqlite3.connect(tmp_path / copy)) as connection:
+        assert connection.execute("SELECT count(*) FROM token").fetchall() == [(1,)]
+
+
+def test_password_of_postgresql_is_in_no_environment(tmp_path):
+    [lines] = re.findall(r"(?s)```yaml\n(.*?)  ```", (ROOT / PAGE).read_text())
+    given = (ROOT / "deploy/compose.yaml").read_text()
+    volumes = "    volumes:\n      - gardening:/data\n"
+    (tmp_path / "compose.yaml").write_text(replaced(given, {volumes: re.sub("(?m)^  ", "", lines)}))
+    printed = run(COMPOSE, "--file", tmp_path / "compose.yaml", "config", "--format=json").stdout
+    service = json.loads(printed)["services"]["gardening"]
+    assert service["environment"] == {
+        "FLASK_DATABASE": "postgresql://gardening@db1.example.org/gardening",
+        "PGPASSFILE": "/etc/gardening.pgpass",
+    }
+    [volume] = service["volumes"]
+    assert (volume["type"], volume["target"]) == ("bind", "/etc/gardening.pgpass")
+
+
 def test_old_database_moves_back_after_a_copy_was_refused(environment, database):
     volume = Path(database).parent
     _, restore = blocks(PAGE, "Backup and restore")
