@@ -23,6 +23,7 @@ from helpers.running import (
     blocks,
     gunicorn,
     hold_port,
+    replaced,
     run,
     token_on,
 )
