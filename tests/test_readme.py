@@ -67,7 +67,7 @@ def test_pages_name_every_field_of_a_project(project):
     [shown] = re.findall(r'(?m)^{"id".*', README)
     assert [*json.loads(shown)] == [*project]
     api = (ROOT / "docs/api.md").read_text()
-    [named] = re.findall(r"(?s)A Project always has (.*),\s+in\s+this\s+order", api)
+    [named] = re.findall(r"(?s)A Project always has (.*?),\s+in\s+this\s+order", api)
     assert re.findall(r"`(\w+)`", named) == [*project]
 
 
