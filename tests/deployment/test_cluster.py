@@ -14,10 +14,10 @@ import pytest
 
 from app import create_app
 from auth import digest
-from deployment.servers.history import check, record
 from deployment.servers.pgserver import BACKENDS, CITUS, execute, start_cluster
 from engines.backup import backup, restore
 from engines.errors import Unavailable
+from helpers.history import check, record
 from helpers.later_release import copy_later_release
 from helpers.openapi import CheckedClient
 from helpers.running import (

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import pytest
 
-from deployment.servers.history import check, record
 from deployment.servers.patroni import Node, all_is_well, database_url, start_nodes
 from deployment.servers.pgserver import backends, execute, silence, start_pgserver
 from engines.errors import OutcomeUnknown, Unavailable
+from helpers.history import check, record
 from helpers.openapi import HELLO
 from helpers.running import (
     LIMIT,

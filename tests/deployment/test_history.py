@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing, nullcontext
 
 import pytest
 
-from deployment.servers.history import Call, check, record
+from helpers.history import Call, check, record
 from helpers.running import (
     TWO_WORKERS,
     Client,

@@ -1,6 +1,6 @@
 """How fast the service is, beside an empty Flask view under the same gunicorn.
 
-    PYTHONPATH=.:tests .venv/bin/python -m deployment.bench
+    PYTHONPATH=.:tests .venv/bin/python .ci/bench.py
 
 It needs wrk, a quiet machine, and about two minutes. Compare only its ratios with those of another
 machine. To see a difference of less than a tenth, count instructions: `valgrind --tool=callgrind`
