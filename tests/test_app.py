@@ -111,9 +111,9 @@ def test_both_conditions_must_hold(client, project, project_url):
 
 def test_another_accounts_project_is_not_found(sign_in, project, project_url):
     stranger, owner = sign_in("bob"), sign_in("ann2")
-    for method in ("GET", "PUT", "DELETE"):
+    for method, field in [("GET", "If-None-Match"), ("PUT", "If-Match"), ("DELETE", "If-Match")]:
         responses = [
-            stranger.open(address, method=method, json={}, headers={"If-Match": '"7"'})
+            stranger.open(address, method=method, json={}, headers={field: '"7"'})
             for address in (project_url, MISSING)
         ]
         assert [response.status_code for response in responses] == [404, 404]

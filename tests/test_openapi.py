@@ -6,6 +6,8 @@ from graphlib import TopologicalSorter
 from urllib.parse import urljoin
 
 import pytest
+from marshmallow import validate
+from marshmallow.fields import Nested, Tuple
 
 import schemas
 from helpers.openapi import API, FILE, HELLO, resolve, validator
@@ -16,7 +18,14 @@ from store import MAX_PROJECTS
 # What is described of hello-service, which takes any method: more would only bloat the generated
 # clients.
 GREETED = {"get", "put"}
-KEY = API["components"]["parameters"]["IdempotencyKey"]["schema"]
+SCHEMAS, PARAMETERS = API["components"]["schemas"], API["components"]["parameters"]
+KEY = PARAMETERS["IdempotencyKey"]["schema"]
+OPERATIONS = {
+    (method, path): operation
+    for path, item in API["paths"].items()
+    for method, operation in item.items()
+    if method != "parameters"
+}
 
 
 def test_description_is_served_to_anybody(app):
@@ -26,16 +35,13 @@ def test_description_is_served_to_anybody(app):
 
 
 def test_every_route_and_method_is_described_and_nothing_else(app):
-    every = {"get", "head", "post", "put", "delete", "options", "patch", "trace"}
     routes = {
         (rule.rule.replace("<id>", "{projectId}"), method.lower())
         for rule in app.url_map.iter_rules()
         for method in rule.methods or GREETED
         if rule.rule != "/" and not rule.rule.startswith("/docs")  # pages for people
     }
-    described = {
-        (path, method) for path, item in API["paths"].items() for method in every & set(item)
-    }
+    described = {(path, method) for method, path in OPERATIONS}
     # HEAD is GET without the body (RFC 9110 9.3.2): it is no operation of its own.
     heads = {(path, "head") for path, method in described if method == "get"}
     assert described | heads - {(HELLO, "head")} == routes
@@ -66,14 +72,46 @@ def test_header_that_is_not_described_fails_the_test(app, header):
 
 
 def test_protected_routes_are_described_as_such():
-    open_paths = {
-        path
-        for path, item in API["paths"].items()
-        for operation in item.values()
-        if isinstance(operation, dict) and operation.get("security") == []
-    }
+    open_paths = {path for (_, path), each in OPERATIONS.items() if each.get("security") == []}
     assert API["security"] == [{"token": []}]
+    assert API["components"]["securitySchemes"]["token"]["scheme"] == "bearer"
     assert open_paths == {"/api/v1/hello-service", "/health", "/openapi.json"}
+
+
+def parameters_of(path, operation):
+    """Those of the path as well."""
+    parameters = API["paths"][path].get("parameters", []) + operation.get("parameters", [])
+    return [resolve(each) for each in parameters]
+
+
+@pytest.mark.parametrize("method, path", OPERATIONS)
+def test_operation_describes_the_errors_that_it_may_meet(method, path):
+    operation = OPERATIONS[method, path]
+    is_protected = "security" not in operation
+    has_body = operation.get("requestBody")
+    named = {each["name"] for each in parameters_of(path, operation)}
+    expected = {"429", "502", "504"}  # of the proxy
+    for statuses, is_met in [
+        ({"500", "503"}, is_protected or path == "/health"),  # which reads the database
+        ({"401"}, is_protected),
+        ({"400", "413", "415", "422"}, has_body),
+        ({"404"}, "{" in path),
+        ({"409"}, method == "post"),
+        ({"412"}, "If-Match" in named),
+        ({"422"}, "page" in named),
+    ]:
+        expected |= statuses if is_met else set()
+    assert {status for status in operation["responses"] if status >= "400"} == expected
+
+
+@pytest.mark.parametrize("method, path", OPERATIONS)
+def test_body_is_required_json_and_headers_are_optional(method, path):
+    operation = OPERATIONS[method, path]
+    if method in ("post", "put") and not path.startswith(HELLO):
+        body = operation["requestBody"]
+        assert (body["required"], [*body["content"]]) == (True, ["application/json"])
+    for each in parameters_of(path, operation):
+        assert each.get("required", False) == (each["in"] == "path")
 
 
 def test_pages_state_the_limits_of_the_code():
@@ -92,7 +130,7 @@ def test_pages_state_the_limits_of_the_code():
     assert body in API["components"]["responses"]["TooLarge"]["description"]
     full = API["components"]["responses"]["FullOrSpent"]
     assert f"{MAX_PROJECTS:,} unless the operator" in full["description"]
-    listed = API["components"]["schemas"]["ProjectPage"]["properties"]["size"]
+    listed = SCHEMAS["ProjectPage"]["properties"]["size"]
     assert listed["maximum"] == schemas.MAX_SIZE
 
 
@@ -153,23 +191,47 @@ def test_no_parameter_is_prefilled():
 
 
 def test_described_fields_match_the_schemas():
-    described = API["components"]["schemas"]
-    assert set(described["ProjectInput"]["properties"]) == set(schemas.PROJECT.fields)
-    assert set(described["Project"]["properties"]) == set(schemas.PROJECT.fields)
-    assert described["Project"]["required"] == list(described["Project"]["properties"])
+    assert set(SCHEMAS["ProjectInput"]["properties"]) == set(schemas.PROJECT.fields)
+    assert set(SCHEMAS["Project"]["properties"]) == set(schemas.PROJECT.fields)
+    assert SCHEMAS["Project"]["required"] == list(SCHEMAS["Project"]["properties"])
     point = set(schemas.PointSchema().fields)
-    assert set(described["Point"]["properties"]) == point
-    parameters = API["paths"][PROJECTS]["get"]["parameters"]
-    query = {p["name"] for p in map(resolve, parameters) if p["in"] == "query"}
-    assert query == set(schemas.PAGE.fields)
+    assert set(SCHEMAS["Point"]["properties"]) == point
+    parameters = parameters_of(PROJECTS, OPERATIONS["get", PROJECTS])
+    assert {p["name"] for p in parameters if p["in"] == "query"} == set(schemas.PAGE.fields)
 
 
-@pytest.mark.parametrize("name", schemas.PAGE.fields)
-def test_description_and_schema_accept_the_same_query(name):
-    described = validator(resolve({"$ref": f"#/components/parameters/{name}"})["schema"])
-    for value in (-1, 0, 1, 20, 1000, 1001, 2**53 - 1, 2**53):
-        errors = schemas.PAGE.validate({name: str(value)})
-        assert described.is_valid(value) == (not errors)
+def limits_of(field):
+    """What the field of a schema refuses, in the words of JSON Schema."""
+    limits = {}
+    for rule in field.validators:
+        match rule:
+            case schemas.STORABLE:
+                limits["pattern"] = r"^[^\x00]*$"
+            case validate.Length():
+                limits |= {"minLength": rule.min, "maxLength": rule.max}
+            case validate.Range():
+                limits |= {"minimum": rule.min, "maximum": rule.max}
+            case validate.Equal():
+                limits["enum"] = [rule.comparable]
+            case _:
+                pytest.fail(f"compare {rule} as well")
+    return {name: limit for name, limit in limits.items() if limit is not None}
+
+
+@pytest.mark.parametrize(
+    "fields, described",
+    [
+        (schemas.PROJECT.fields, SCHEMAS["ProjectInput"]["properties"]),
+        (schemas.PointSchema().fields, SCHEMAS["Point"]["properties"]),
+        (schemas.PAGE.fields, {name: PARAMETERS[name]["schema"] for name in schemas.PAGE.fields}),
+    ],
+)
+def test_described_limits_are_those_of_the_schemas(fields, described):
+    for name, field in fields.items():
+        # test_schemas.py tries what has parts.
+        if not isinstance(field, (Nested, Tuple)):
+            limits = described[name].keys() - {"type", "format", "description"}
+            assert {limit: described[name][limit] for limit in limits} == limits_of(field), name
 
 
 @pytest.mark.parametrize("key", ["k", "a b", "~" * 255, f'"{"8e03978e-" * 4}"'])

@@ -100,6 +100,10 @@ def test_location_is_a_point_on_earth(location):
     assert list(errors({"location": location})) == ["location"]
 
 
+def test_unknown_field_is_refused():
+    assert list(errors({"nmae": "Park"})) == ["nmae"]
+
+
 def test_every_wrong_field_is_named_at_its_place():
     body = {"name": 1, "nmae": "x"} | at("1", 91)
     found = errors(body)

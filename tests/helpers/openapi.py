@@ -12,6 +12,7 @@ from jsonschema_rs import Draft202012Validator
 FILE = Path(__file__).parents[2] / "openapi.json"
 API = json.loads(FILE.read_text())
 HEADERS = {"Allow", "Link", *API["components"]["headers"]} - {"NoStore"}
+SENT = {p["name"] for p in API["components"]["parameters"].values() if p["in"] == "header"}
 CONTENT_HEADERS = {"Content-Length", "Content-Type"}
 HELLO = "/api/v1/hello-service"
 PROBLEM = API["components"]["responses"]["NotFound"]
@@ -120,4 +121,7 @@ class CheckedClient(FlaskClient):
         received = response.status_code, response.headers, response.data
         names = set(response.headers.keys()) - CONTENT_HEADERS
         check_response(request.method, request.path, *received, names)
+        if operation := find_operation(request.method, request.path):
+            described = {resolve(each)["name"] for each in operation.get("parameters", [])}
+            assert SENT & set(request.headers.keys()) <= described
         return response
