@@ -154,6 +154,21 @@ def test_examples_of_the_proxys_errors_match_nginx_conf():
         assert example == {"type": "about:blank", "status": status, **json.loads(f"{{{fields}}}")}
 
 
+def test_nginx_compresses_lists_and_the_page_and_nothing_else(app):
+    """Compressed, an ETag that If-Match may name would be weak."""
+    config = (ROOT / "deploy/nginx.conf").read_text()
+    [pattern] = re.findall(r"location ~ (\S+) {\s+gzip on;", config)
+    routes = {each.rule.replace("<id>", "{projectId}") for each in app.url_map.iter_rules()}
+    lists = {
+        path
+        for (method, path), each in OPERATIONS.items()
+        if method == "get" and "ETag" in each["responses"]["200"].get("headers", {})
+        if not path.endswith("}")
+    }
+    page = {route for route in routes if route.startswith("/docs/")} | {"/openapi.json"}
+    assert {each for each in routes if re.match(pattern, each)} == lists | page
+
+
 def test_no_schema_breaks_a_code_generator():
     """Shown by compiling what they make of it in Go, Java, Python and TypeScript."""
     parameters = [p["schema"] for p in API["components"]["parameters"].values()]
