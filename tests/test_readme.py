@@ -85,6 +85,14 @@ def test_version_is_the_same_everywhere():
     assert project["version"] == described == newest[1]
 
 
+def test_cluster_spreads_and_empties_every_table():
+    tables = re.findall(r"CREATE TABLE (\w+)", (ROOT / "engines/postgresql.sql").read_text())
+    spread = (ROOT / "deploy/citus.sql").read_text()
+    assert sorted(re.findall(r"create_\w+_table\('(\w+)'", spread)) == sorted(tables)
+    [emptied] = re.findall(r"`TRUNCATE ([^`]+)`", (ROOT / "docs/cluster.md").read_text())
+    assert sorted(re.split(r",\s+", emptied)) == sorted(tables)
+
+
 def test_links_lead_to_files():
     for page in PAGES:
         for link in re.findall(r"\]\((?!http)([^)]+)", page.read_text()):
