@@ -129,6 +129,7 @@ def test_pages_state_the_limits_of_the_code():
         f"as many Projects as it may, {MAX_PROJECTS:,} unless the operator",
     ):
         assert stated in page
+    assert f"an account may hold | {MAX_PROJECTS} |" in (ROOT / "README.md").read_text()
     assert body in API["components"]["responses"]["TooLarge"]["description"]
     full = API["components"]["responses"]["FullOrSpent"]
     assert f"{MAX_PROJECTS:,} unless the operator" in full["description"]

@@ -24,6 +24,26 @@ def test_every_setting_is_on_the_readme():
     assert re.findall(r"(?m)^\| `([A-Z_]+)` \|", README) == sorted({*named})
 
 
+@pytest.mark.parametrize(
+    "page, stated, file, said",
+    [
+        ("README.md", r"Python (3\.\d+) or", "pyproject.toml", r'requires-python = ">=(.*)"'),
+        ("README.md", r"SQLite (\d+)\.(\d+) or", "engines/sqlite.py", r"SQLITE = \((\d+), (\d+)"),
+        ("operations.md", r"again every (\d+) s", "deploy/gardening.service", r"RestartSec=(\d+)"),
+        ("operations.md", r"newest (\d+)", "deploy/gardening-backup.service", r"head -n -(\d+)"),
+        ("operations.md", r"send (\d+) requests", "deploy/nginx.conf", r"rate=(\d+)r/s"),
+        ("operations.md", r"(\d+) more in a burst", "deploy/nginx.conf", r"burst=(\d+)"),
+        ("operations.md", r"than (\d+) s for", "deploy/nginx.conf", r"header_timeout (\d+)s"),
+        ("operations.md", r"its body for (\d+) s", "deploy/nginx.conf", r"body_timeout (\d+)s"),
+        ("operations.md", r"in less than (\d+) s", "gunicorn.conf.py", r"keepalive = (\d+)"),
+    ],
+)
+def test_figure_on_the_page_is_the_programs(page, stated, file, said):
+    text = " ".join(next(each for each in PAGES if each.name == page).read_text().split())
+    [figure] = re.findall(stated, text)
+    assert {figure} == set(re.findall(said, (ROOT / file).read_text()))
+
+
 def commands_of(group, *names):
     """Each command below the group, by the words that call it."""
     for name, command in group.commands.items():
