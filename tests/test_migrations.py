@@ -53,23 +53,24 @@ UNION ALL SELECT 'column', t.name, c.name, c.type, c."notnull", c.dflt_value, c.
     FROM sqlite_schema AS t, pragma_table_info(t.name) AS c WHERE t.type = 'table'
 UNION ALL SELECT 'reference', t.name, f."from", f."table", f."to", f.on_delete, NULL
     FROM sqlite_schema AS t, pragma_foreign_key_list(t.name) AS f
-UNION ALL SELECT 'index', t.name, i.name, i."unique", i.origin, c.seqno, c.name
+UNION ALL SELECT 'index', t.name, i.name, i."unique", i.origin, c.seqno, c.name || ' ' || c.coll
     FROM sqlite_schema AS t, pragma_index_list(t.name) AS i, pragma_index_xinfo(i.name) AS c
-UNION ALL SELECT 'trigger', name, tbl_name, sql, NULL, NULL, NULL
-    FROM sqlite_schema WHERE type = 'trigger'
+UNION ALL SELECT type, name, tbl_name, sql, NULL, NULL, NULL
+    FROM sqlite_schema WHERE type IN ('index', 'trigger')
 UNION ALL SELECT 'marks', application_id, user_version, NULL, NULL, NULL, NULL
     FROM pragma_application_id, pragma_user_version"""
 
 
 def structure(plain_sql):
-    """What the database has: tables, columns, references, indexes, triggers, marks."""
+    """What the database has: tables, columns, constraints, indexes, triggers, marks."""
     if is_sqlite(plain_sql):
-        return {
-            tuple(" ".join(str(each).split()) for each in row)
-            for row in plain_sql.execute(SQLITE_STRUCTURE)
-        }
+        rows = plain_sql.execute(SQLITE_STRUCTURE).fetchall()
+        for table, sql in plain_sql.execute("SELECT name, sql FROM sqlite_schema"):
+            checks = re.findall(r"CHECK \((?:[^()]|\([^()]*\))*\)", sql or "")
+            rows += [(table, check) for check in checks]
+        return {tuple(" ".join(str(each).split()) for each in row) for row in rows}
     select = """SELECT table_name, column_name, data_type, is_nullable, column_default,
-            NULL
+            collation_name
         FROM information_schema.columns WHERE table_schema = 'public'
         UNION ALL SELECT tablename, indexname, indexdef, NULL, NULL, NULL
         FROM pg_indexes WHERE schemaname = 'public'
