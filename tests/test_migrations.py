@@ -1,6 +1,7 @@
 """Schema versions: an older database is migrated, others are refused and left alone."""
 
 import re
+import shutil
 import sqlite3
 import subprocess
 from contextlib import closing
@@ -14,6 +15,7 @@ from engines.migrations import SCHEMA_VERSION
 from helpers.later_release import SLOW_ON_POSTGRESQL, copy_later_release
 from helpers.running import BIN, ROOT, at_once, environment_of, run, store_on, wait_for
 from helpers.stores import is_sqlite, plain_sql_on
+from helpers.testservice import copy_service
 
 
 @pytest.fixture
@@ -102,6 +104,34 @@ def test_migrated_database_is_like_a_new_one(older, later, another_database):
     with closing(plain_sql_on(another_database)) as new:
         assert structure(older) == structure(new)
         assert "zone_project" in str(structure(new))  # the index
+
+
+# The folders with the SQL files of each schema version. Until there is a release, only this one's.
+SQL = {SCHEMA_VERSION: ROOT / "engines"}
+SQL |= {int(each.name): each for each in ROOT.glob("tests/helpers/released/[0-9]*")}
+
+
+@pytest.mark.parametrize("version", SQL)
+def test_database_of_a_release_gets_the_tables_of_today(
+    database, another_database, plain_sql, tmp_path, version
+):
+    """Also that of a release with this schema version, whose tables must not change."""
+    copy_service(tmp_path)
+    for file in SQL[version].glob("*.sql"):
+        shutil.copy(file, tmp_path / "engines")
+    with open(tmp_path / "engines/migrations.py", "a") as file:
+        file.write(f"SCHEMA_VERSION = {version}\n")
+    run(BIN / "flask", "init-db", folder=tmp_path, environment=environment_of(database))
+    for each in (database, another_database):
+        run(BIN / "flask", "init-db", environment=environment_of(each))
+    with closing(plain_sql_on(another_database)) as new:
+        assert structure(plain_sql) == structure(new)
+
+
+def test_tables_of_a_release_are_kept():
+    """CONTRIBUTING.md says how, for the test above."""
+    newest = re.search(r"(?m)^## .* - (.*)$", (ROOT / "CHANGELOG.md").read_text())
+    assert newest[1] == "unreleased" or SQL[SCHEMA_VERSION] != ROOT / "engines"
 
 
 def test_older_database_is_migrated_once_by_many(older, later):
