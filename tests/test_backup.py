@@ -434,34 +434,6 @@ def test_signal_ends_a_backup_like_ctrl_c(store, database, file):
     assert list(folder.glob("gardening-*.partial*")) == []
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
-def test_root_gives_away_no_file_of_its_own(tmp_path):
-    """However fast the folder's owner puts a link in the place of a new file."""
-    folder, secret = tmp_path / "theirs", tmp_path / "secret"
-    folder.mkdir()
-    os.chown(folder, 65534, 65534)
-    secret.write_text("root's")
-    ended = threading.Event()
-
-    def swap():
-        while not ended.is_set():
-            for name in os.listdir(folder):
-                with suppress(OSError):
-                    os.unlink(folder / name)
-                    os.symlink(secret, folder / name)
-
-    attacker = threading.Thread(target=swap)
-    attacker.start()
-    try:
-        for number in range(300):
-            with suppress(OSError), new_file(str(folder / f"{number}.db")):
-                pass
-    finally:
-        ended.set()
-        attacker.join(LIMIT)
-    assert secret.stat().st_uid == 0
-
-
 def test_copy_is_beside_the_data_and_not_in_tmp(
     source, database, file, another_database, monkeypatch
 ):

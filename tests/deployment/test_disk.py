@@ -198,6 +198,18 @@ def test_backup_that_cannot_get_its_name_leaves_no_file(store, database, file, t
     assert not os.path.exists(file)
 
 
+def test_root_gives_away_only_what_it_has_opened(tmp_path):
+    """By its name it could be a link by then, which the folder's owner has put in its place."""
+    folder, calls = tmp_path / "theirs", tmp_path / "calls"
+    folder.mkdir()
+    os.chown(folder, 65534, 65534)
+    environment = environment_of(str(folder / "new/gardening.db"))
+    for command in (["init-db"], ["backup", folder / "backup.db"]):
+        trace = ["strace", "-f", "-qq", "-o", calls, "-e", "/chown"]
+        run(*trace, BIN / "flask", *command, environment=environment)
+        assert set(re.findall(r"\d+ +(\w+)", calls.read_text())) == {"fchown"}
+
+
 def test_copy_of_root_is_in_no_folder_of_somebody_else(tmp_path):
     """Who could put a link in its place."""
     theirs, own = tmp_path / "theirs", tmp_path / "own"
