@@ -105,6 +105,15 @@ def test_version_is_the_same_everywhere():
     assert project["version"] == described == newest[1]
 
 
+def test_workflow_tries_each_python_from_the_oldest_to_that_of_the_image():
+    files = (".github/workflows/tests.yml", "pyproject.toml", "Dockerfile")
+    workflow, project, image = ((ROOT / file).read_text() for file in files)
+    oldest = re.search(r'requires-python = ">=3\.(\d+)"', project)[1]
+    newest = re.search(r"python:3\.(\d+)", image)[1]
+    tried = [int(minor) for minor in re.findall(r'"3\.(\d+)"', workflow)]
+    assert tried == list(range(int(oldest), int(newest) + 1))
+
+
 def test_cluster_spreads_and_empties_every_table():
     tables = re.findall(r"CREATE TABLE (\w+)", (ROOT / "engines/postgresql.sql").read_text())
     spread = (ROOT / "deploy/citus.sql").read_text()
