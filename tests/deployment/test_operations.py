@@ -256,7 +256,7 @@ def test_command_has_the_status_and_the_files_of_its_caller(machine):
     error = machine.paste("gardening token revoke 999", status=1)
     assert error == "Error: There is no token with the ID 999.\n"
     # It is collected a moment after it has ended.
-    wait_for(lambda: machine.paste("systemctl list-units --all --no-legend 'run-*'") == "")
+    wait_for(lambda: machine.paste("systemctl list-units --all --no-legend 'run-*.service'") == "")
     machine.paste(f"cd {BACKUPS} && rm -f mine.db && gardening backup mine.db")
     owner = machine.paste(f"stat --format='%U %a' {BACKUPS}/mine.db")
     assert owner == "gardening 600\n"
