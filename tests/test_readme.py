@@ -33,8 +33,6 @@ def test_every_setting_is_on_the_readme():
         ("operations.md", r"newest (\d+)", "deploy/gardening-backup.service", r"head -n -(\d+)"),
         ("operations.md", r"send (\d+) requests", "deploy/nginx.conf", r"rate=(\d+)r/s"),
         ("operations.md", r"(\d+) more in a burst", "deploy/nginx.conf", r"burst=(\d+)"),
-        ("operations.md", r"than (\d+) s for", "deploy/nginx.conf", r"header_timeout (\d+)s"),
-        ("operations.md", r"its body for (\d+) s", "deploy/nginx.conf", r"body_timeout (\d+)s"),
         ("operations.md", r"in less than (\d+) s", "gunicorn.conf.py", r"keepalive = (\d+)"),
     ],
 )
