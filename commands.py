@@ -1,6 +1,7 @@
 """The commands of `flask`, and what `flask run` says at its start."""
 
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -261,7 +262,12 @@ def show_version(context: click.Context, _: click.Parameter, is_given: bool) -> 
 
 
 def commit_of(clone: Path) -> str:
-    """The commit that is checked out; "" if this is no clone, or there is no git."""
+    """The commit that is checked out; "" if this is no clone, or there is no git.
+
+    deploy/gardening gives it in the environment.
+    """
+    if given := os.environ.get("CLONE_COMMIT"):
+        return given
     # By the name of its folder, git reads a clone of another user, as that in /opt/gardening, and
     # looks for none in the folders around it.
     command = ["git", f"--git-dir={clone}/.git", "rev-parse", "--verify", "HEAD"]

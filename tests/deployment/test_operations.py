@@ -175,6 +175,11 @@ def test_first_token_is_one_of_the_service(machine):
     assert machine.paste(f"{call} -sS --resolve {HOST}:443:127.0.0.1") == "[]"
 
 
+def test_version_is_the_commit_in_the_clone_of_root(machine):
+    commit = machine.paste("git -C /opt/gardening rev-parse HEAD").strip()
+    assert machine.paste(code("gardening --version")).strip().endswith(f", commit {commit}")
+
+
 def test_machine_shares_its_cgroup_with_nobody(machine):
     """Or its systemd would wait for the processes of another one, which it sees as 0."""
     machine.paste("grep -rx 0 /sys/fs/cgroup --include=cgroup.procs", status=1)
