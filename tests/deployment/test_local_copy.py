@@ -128,6 +128,18 @@ def test_changes_made_offline_are_sent_in_their_order(device, gardening):
     assert phone.copy.projects == {project["id"]: project}
 
 
+@pytest.mark.parametrize("later", [None, {"name": "late"}])
+def test_deletion_ends_the_changes_of_its_project(device, gardening, later):
+    phone = device()
+    phone.change({"name": "Park"})
+    phone.sync()
+    for fields in (None, later):
+        phone.change_only(fields)
+    assert phone.sync()
+    assert projects_on(gardening) == phone.names() == []
+    assert (phone.copy.changes, phone.copy.conflicts) == ({}, [])
+
+
 def test_creation_that_another_device_deleted_does_not_come_back(device, gardening):
     phone, laptop = device("lost"), device()
     phone.change({"name": "Park"})
