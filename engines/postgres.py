@@ -372,7 +372,8 @@ class PostgreSQL(Engine):
         if is_lost(error):
             kind = OutcomeUnknown if may_have_committed else Unavailable
             return kind(one_line(error))
-        is_outage = state.startswith(OUTAGES) or LOST_SESSION in str(error)
+        has_lost_session = isinstance(error, psycopg.Error) and LOST_SESSION in str(error)
+        is_outage = has_lost_session or state.startswith(OUTAGES)
         return Unavailable(one_line(error)) if is_outage else None
 
 

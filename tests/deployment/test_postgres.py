@@ -18,7 +18,7 @@ from auth import digest
 from deployment.servers.pgserver import BINARIES, WAITS, backends, execute, silence, start_pgserver
 from engines.backup import backup, restore
 from engines.errors import OutcomeUnknown, Unavailable
-from engines.postgres import REQUEST_TIMEOUT, ClusterConnection, PostgreSQL
+from engines.postgres import LOST_SESSION, REQUEST_TIMEOUT, ClusterConnection, PostgreSQL
 from helpers.later_release import copy_later_release
 from helpers.running import (
     BIN,
@@ -213,17 +213,20 @@ def test_ids_of_tokens_go_on_in_the_range_of_the_node(cluster_store, database, a
 
 FAIL_AT_COMMIT = """
 CREATE FUNCTION fail() RETURNS trigger LANGUAGE plpgsql AS
-    $$BEGIN RAISE 'could not commit on at least one node'; END$$;
+    $$BEGIN RAISE '{}'; END$$;
 CREATE CONSTRAINT TRIGGER fail AFTER UPDATE ON project
     DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION fail()
 """
 
 
-def test_commit_on_a_cluster_that_fails_is_in_doubt_whatever_the_error(cluster_store, database):
+@pytest.mark.parametrize("reason", ["could not commit on at least one node", LOST_SESSION])
+def test_commit_on_a_cluster_that_fails_is_in_doubt_whatever_the_error(
+    cluster_store, database, reason
+):
     """Some nodes may have committed."""
     id = cluster_store.create_project("ann", {}).id
-    execute(database, FAIL_AT_COMMIT)
-    with fails(OutcomeUnknown, "at least one node"):
+    execute(database, FAIL_AT_COMMIT.format(reason))
+    with fails(OutcomeUnknown, reason):
         cluster_store.update_project("ann", id, {})
 
 
