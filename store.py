@@ -146,7 +146,7 @@ class Store:
         with self.engine.writer(in_transaction=key is not None) as connection:
             if key is not None:
                 connection.lock_account(account)
-                outcome = find_by_key(connection, account, key, fingerprint)
+                outcome = outcome_of_key(connection, account, key, fingerprint)
             if outcome is None:
                 outcome = insert_project(connection, parameters)
         if isinstance(outcome, Exception):
@@ -167,7 +167,7 @@ class Store:
         """Change these fields and raise the version by 1. Raises NotFound, Stale."""
         columns = as_columns(fields)
         assignments = "".join(f"{name} = :{name}, " for name in columns)
-        parameters = columns | conditional(account, id, condition)
+        parameters = columns | condition_parameters(account, id, condition)
         for _ in range(ATTEMPTS):
             with self.engine.writer() as connection:
                 update = connection.UPDATE.replace("<assignments>", assignments)
@@ -180,14 +180,15 @@ class Store:
     def delete_project(self, account: str, id: str, condition: Precondition = ALWAYS) -> None:
         """Delete a Project and all that belongs to it. Raises NotFound, Stale.
 
-        Its key is spent, until the account has created KEY_MEMORY more Projects.
+        Its key is spent, at least until the account has created KEY_MEMORY more Projects.
         """
-        parameters = conditional(account, id, condition)
+        parameters = condition_parameters(account, id, condition)
         for _ in range(ATTEMPTS):
             with self.engine.writer(in_transaction=True) as connection:
                 rows = connection.fetch(connection.DELETE, parameters)
-                if rows and rows[0] != (None,):
-                    spend_key(connection, account, *rows[0])
+                for (key,) in rows:
+                    if key is not None:
+                        spend_key(connection, account, key)
             if rows:
                 return
             self._raise_if_refused(account, id, condition)
@@ -196,8 +197,8 @@ class Store:
     def _raise_if_refused(self, account: str, id: str, condition: Precondition) -> None:
         """Raises NotFound; or Stale if the condition refuses the Project as it is now.
 
-        Otherwise, the change should be tried once more: Citus missed the Project while it moved it,
-        or the Project was refused and has changed since.
+        Otherwise, the change should be tried once more. Citus may miss a Project while its account
+        moves to another node, or the Project was refused and has changed since.
         """
         if not condition.allows(self.get_project(account, id).etag):
             raise Stale
@@ -215,7 +216,7 @@ class Store:
             numbers = f'"page":{number},"size":{size},"total":{total or 0}'.encode()
             document = b'{"projectList":%b,%b}' % (document, numbers)
         digest = hashlib.sha256(document)
-        # The Link alone may change.
+        # Two pages may differ in their Link alone.
         digest.update(str(next_after).encode())
         return ProjectList(digest.hexdigest(), document, next_after)
 
@@ -256,7 +257,7 @@ class Store:
     def list_tokens(self, account: str | None = None) -> list[Token]:
         """The account's tokens, or those of every account, in the order of the ids."""
         select = """SELECT id, created_at, expires_at, account, note FROM token
-            WHERE account = coalesce(:account, account)
+            WHERE account = coalesce(:account, account)  -- null: every account
             ORDER BY id"""
         with self.engine.snapshot() as connection:
             return [Token(*row) for row in connection.fetch(select, {"account": account})]
@@ -323,12 +324,12 @@ class Store:
         return int(self._clock() * 1000)
 
 
-def find_by_key(
+def outcome_of_key(
     connection: Connection, account: str, key: str, fingerprint: bytes | None
 ) -> Project | KeyReused | KeySpent | None:
-    """The Project that this key created; None if the key is free.
+    """The Project that this key created, or why there is none; None if the key is free.
 
-    For a locked account, which nobody else can give or take a Project.
+    The account must be locked, so that nobody else adds or deletes its Projects meanwhile.
     """
     rows = connection.fetch(
         """SELECT id, fingerprint FROM project WHERE account = :account AND key = :key
@@ -349,11 +350,9 @@ def find_by_key(
 
 def insert_project(connection: Connection, parameters: Parameters) -> Project | AccountFull:
     """Add a Project, if the account has room."""
-    limit = parameters["limit"]
-    has_room = connection.count_before_create(parameters["account"], limit)
-    if has_room and (rows := connection.fetch(connection.CREATE, parameters)):
-        return Project(*rows[0])
-    return AccountFull(limit)
+    has_room = connection.count_before_create(parameters)
+    rows = connection.fetch(connection.CREATE, parameters) if has_room else []
+    return Project(*rows[0]) if rows else AccountFull(parameters["limit"])
 
 
 def spend_key(connection: Connection, account: str, key: str) -> None:
@@ -372,8 +371,8 @@ def spend_key(connection: Connection, account: str, key: str) -> None:
     )
 
 
-def conditional(account: str, id: str, condition: Precondition) -> Parameters:
-    """The parameters that a conditional change has."""
+def condition_parameters(account: str, id: str, condition: Precondition) -> Parameters:
+    """Those that UPDATE and DELETE share."""
     if_match, if_none_match = condition
     return {
         "account": account,

@@ -134,8 +134,27 @@ def scratch(folder: str | None) -> TemporaryDirectory[str]:
     """
     is_own = folder and os.path.isdir(folder) and os.stat(folder).st_uid == os.geteuid()
     parent = folder if is_own else None
-    # What it leaves is no failure of a restore that has committed.
+    # A folder that is left over must not fail a restore that has committed.
     return TemporaryDirectory(".partial", "gardening-", parent, ignore_cleanup_errors=True)
+
+
+def open_backup(path: str) -> sqlite3.Connection:
+    """Only to be read. Raises as `copy_file` does."""
+    if not stat.S_ISREG(os.stat(path).st_mode):  # SQLite would wait for the writer of a pipe
+        raise BadBackup("not a regular file")
+    path = os.path.realpath(path)  # which has the -wal beside it
+    uri = f"{Path(path).as_uri()}?mode=ro"
+    if os.access(os.path.dirname(path), os.W_OK):
+        return sqlite3.connect(uri, uri=True)
+    if not os.path.exists(f"{path}-wal"):  # which SQLite would create for a plain copy
+        return sqlite3.connect(f"{uri}&immutable=1", uri=True)
+    try:
+        with closing(sqlite3.connect(uri, uri=True)) as file:
+            file.execute("PRAGMA schema_version")
+    except sqlite3.OperationalError as error:
+        hint = "copy it and its -wal to a folder that can be written to"
+        raise BadBackup(f"{error}; {hint}") from error
+    return sqlite3.connect(uri, uri=True)
 
 
 def copy_file(path: str, to: str) -> None:
@@ -143,24 +162,11 @@ def copy_file(path: str, to: str) -> None:
 
     Raises BadBackup, sqlite3.Error; OSError if the file cannot be found.
     """
-    if not stat.S_ISREG(os.stat(path).st_mode):  # SQLite would wait for the writer of a pipe
-        raise BadBackup("not a regular file")
-    path = os.path.realpath(path)  # which has the -wal beside it
-    uri = f"{Path(path).as_uri()}?mode=ro"
-    has_wal, is_writable = os.path.exists(f"{path}-wal"), os.access(os.path.dirname(path), os.W_OK)
-    if not has_wal and not is_writable:
-        uri += "&immutable=1"  # or SQLite would create a -wal for a plain copy of a database
     with (
-        closing(sqlite3.connect(uri, uri=True)) as file,
+        closing(open_backup(path)) as file,
         closing(sqlite3.connect(to, isolation_level=None)) as copy,
     ):
-        try:
-            version, _ = inspect(file)
-        except sqlite3.OperationalError as error:
-            if has_wal and not is_writable:
-                hint = "copy it and its -wal to a folder that can be written to"
-                raise BadBackup(f"{error}; {hint}") from error
-            raise
+        version, _ = inspect(file)
         if version == EMPTY:
             raise BadBackup("the file is empty")
         if reason := incompatibility(version):

@@ -66,10 +66,10 @@ class Connection(ABC):
         By default, nobody can: `begin` has locked them out.
         """
 
-    def count_before_create(self, account: str, limit: int) -> bool:
-        """Count the Project that CREATE adds next; False if the account has `limit` or more.
+    def count_before_create(self, parameters: Parameters) -> bool:
+        """Count the Project that CREATE adds next, in the same transaction and with these parameters.
 
-        By default, CREATE does both.
+        False if the account is full. By default, CREATE does all of this.
         """
         return True
 

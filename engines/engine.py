@@ -23,7 +23,7 @@ class Engine(ABC):
 
     ERROR: type[Exception]  # the base of the driver's errors
     name: str  # of the database, as an operator knows it, without a password
-    # Whether a timeout means that idle connections are useless, since all lead to one server.
+    # Whether a timeout closes the idle connections as well: they lead to the same server.
     TIMEOUT_CLOSES_IDLE = False
 
     def __init__(self, file: DatabaseFile | NoFile) -> None:
@@ -114,8 +114,8 @@ class Engine(ABC):
     def _migrate(self, connection: Connection, creates: bool = False) -> bool:
         """Let the engine's first connection bring the tables up to date.
 
-        Returns whether it has created them. After an error, which is as of `open_connection`, the
-        connection is closed.
+        Returns whether it has created them. Closes the connection after an error, which is one that
+        `open_connection` may raise.
         """
         if self._is_migrated:
             return False
@@ -153,7 +153,7 @@ class Engine(ABC):
 class Acquisition:
     """Acquires a connection for a `with` block, and releases it, or closes it after an error.
 
-    It asks the breaker first, and tells it what came of that. Raises Unavailable, OutcomeUnknown. A
+    It asks the breaker first, and reports the result to it. Raises Unavailable, OutcomeUnknown. A
     generator in place of the class would make a read a tenth slower.
     """
 

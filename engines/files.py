@@ -85,7 +85,7 @@ class DatabaseFile:
         self.path = os.path.abspath(path)
         # SQLite puts its own files beside the file that a link leads to.
         self.target = os.path.realpath(self.path)
-        self.folder: str | None = os.path.dirname(self.target)
+        self.folder = os.path.dirname(self.target)
         self._wal = f"{self.target}-wal"
         self._id: FileID = None
         with suppress(Unavailable):  # the first use will say what is wrong
@@ -132,7 +132,7 @@ class DatabaseFile:
         if id != self._id:
             raise outage(f"the database file was replaced; restart the service: {self.path}")
 
-    def forbidden(self) -> str | None:
+    def unreadable(self) -> str | None:
         """The file that this user may not read: the database's, or one of SQLite's own beside it."""
         for path in (self.target, self._wal, f"{self.target}-shm"):
             if os.path.exists(path) and not os.access(path, os.R_OK):
@@ -198,7 +198,7 @@ class NoFile:
 
     def check_identity(self) -> None: ...
 
-    def forbidden(self) -> None: ...
+    def unreadable(self) -> None: ...
 
     def add_connection(self) -> None: ...
 

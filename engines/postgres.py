@@ -186,7 +186,7 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
         self.deadline = time.monotonic() + COMMAND_TIMEOUT
         for limit in ("lock_timeout", "statement_timeout"):
             self.execute(f"SET LOCAL {limit} = '{COMMAND_TIMEOUT}s'")
-        # The latter is new in PostgreSQL 17, and within a transaction it can only be ended.
+        # transaction_timeout is new in PostgreSQL 17, and a transaction can end it, but not extend it.
         self.execute("""SELECT set_config(name, '0', true) FROM pg_settings
             WHERE name IN ('idle_in_transaction_session_timeout', 'transaction_timeout')""")
 
@@ -198,8 +198,8 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
         except psycopg.OperationalError as error:
             if time.monotonic() < self.deadline:
                 raise  # it is no timeout
-            # Both fail. But a server that is still sending a long list is not silent, so that is no
-            # timeout for the breaker.
+            # Both are errors. But a server that is still sending a long list is not silent, so that
+            # is no timeout for the breaker.
             if self._has_input(STILL_ARRIVING):
                 raise psycopg.OperationalError("the response is too long") from error
             raise ServerTimeout("no response before the deadline") from error
@@ -279,7 +279,7 @@ class ClusterConnection(PostgreSQLConnection):
 
     ALWAYS_IN_TRANSACTION = True
     CREATE = f"""
-        -- Citus refuses INSERT INTO ... SELECT without the alias. The account is that of the row
+        -- With RETURNING, Citus refuses INSERT INTO ... SELECT without the alias. The account is that of the row
         -- in `account`, so that Citus sees a join by account, which one node can do.
         INSERT INTO project AS made (id, account, seq, key, fingerprint, created_at, updated_at,
             {", ".join(SETTABLE)})
@@ -287,9 +287,9 @@ class ClusterConnection(PostgreSQLConnection):
         FROM account WHERE name = :account
         RETURNING id, {ETAG}, convert_to({DOCUMENT}, 'UTF8')"""
 
-    def count_before_create(self, account: str, limit: int) -> bool:
+    def count_before_create(self, parameters: Parameters) -> bool:
         # Within CREATE, this would make a two-phase commit on every node.
-        return bool(self.fetch(COUNT_PROJECT, {"account": account, "limit": limit}))
+        return bool(self.fetch(COUNT_PROJECT, parameters))
 
     def commit(self) -> None:
         try:

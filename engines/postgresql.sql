@@ -1,8 +1,8 @@
 -- The tables on PostgreSQL. sqlite.sql has the same ones, and says what they mean: change both, and
 -- see migrations.py. deploy/citus.sql spreads the rows over a cluster by the account in each key.
 --
--- COLLATE "C" for all text that identifies: it never changes. With another collation, an update of
--- the system may sort text anew, and then look-ups miss rows in the old indexes.
+-- COLLATE "C" for all text that identifies: its order never changes. With another collation, an
+-- update of the system may sort text anew, and then look-ups miss rows in the old indexes.
 
 CREATE TABLE account (
     name          text   COLLATE "C" PRIMARY KEY,

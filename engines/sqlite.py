@@ -21,7 +21,7 @@ from engines.fields import FIELDS, JSON, SETTABLE
 from engines.files import DatabaseFile, NoFile
 
 OLDEST_SQLITE = (3, 37)  # the first with STRICT tables
-WRITE_LOCK_TIMEOUT = 2.5  # seconds that a writer waits for others of the service
+WRITE_TIMEOUT = 2.5  # seconds that a writer waits for others of the service
 BUSY_TIMEOUT = 1.0  # seconds that anybody waits for another program's lock
 MEMORY_TIMEOUT = 60.0  # seconds, in place of both: in memory, whoever reads keeps writers out
 OUTAGE = re.compile(  # what an operator can fix, or a retry can get past
@@ -47,7 +47,7 @@ ETAG_IS_ALLOWED = f"""(:if_match IS NULL
 
 
 class WriteQueue:
-    """Lets one writer at a time have the database, in the order of arrival as far as can be.
+    """Lets one writer at a time have the database.
 
     SQLite's own lock would starve writers: the longer one has waited, the less often it asks again.
     """
@@ -191,11 +191,9 @@ class SQLite(Engine):
             needed = ".".join(map(str, OLDEST_SQLITE))
             found = f"this Python has SQLite {sqlite3.sqlite_version}"
             raise ValueError(f"{found}; the service needs {needed} or later")
-        is_in_memory = path == ":memory:"
-        super().__init__(NoFile() if is_in_memory else DatabaseFile(path))
-        self._queue = WriteQueue(self.file, MEMORY_TIMEOUT if is_in_memory else WRITE_LOCK_TIMEOUT)
-        self._busy_timeout = MEMORY_TIMEOUT if is_in_memory else BUSY_TIMEOUT
+        super().__init__(NoFile() if path == ":memory:" else DatabaseFile(path))
         if isinstance(self.file, NoFile):
+            self._queue, self._busy_timeout = WriteQueue(self.file, MEMORY_TIMEOUT), MEMORY_TIMEOUT
             self.name = "the database in memory"
             self._uri = f"file:/{secrets.token_hex(8)}?vfs=memdb"
             # The database lasts as long as one connection to it.
@@ -203,6 +201,7 @@ class SQLite(Engine):
             weakref.finalize(self, kept.close)
             self.open_database(creates=True)
         else:
+            self._queue, self._busy_timeout = WriteQueue(self.file, WRITE_TIMEOUT), BUSY_TIMEOUT
             self.name = self.file.path
             # rw: SQLite must not put an empty file in the place of a lost one.
             self._uri = f"{Path(self.file.path).as_uri()}?mode=rw"
@@ -262,11 +261,11 @@ class SQLite(Engine):
             return None
         reason, path = str(error), self.name
         is_unwritable = self.file.folder and not os.access(self.file.folder, os.W_OK)
-        if name.startswith("SQLITE_CANTOPEN") and (forbidden := self.file.forbidden()):
-            reason, path = os.strerror(errno.EACCES), forbidden
+        if name.startswith("SQLITE_CANTOPEN") and (unreadable := self.file.unreadable()):
+            reason, path = os.strerror(errno.EACCES), unreadable
         elif is_unwritable and name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY_DIRECTORY")):
             reason = "its folder cannot be written to"
-        if name in ("SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE"):  # of the -shm, at a start
+        if name in ("SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE"):  # the latter at a start
             reason = f"{reason} (is the disk full, or a quota used up?)"
         # After a crash, SQLite may still find a commit that could not be synced.
         is_unknown = may_have_committed and name.startswith("SQLITE_IOERR")

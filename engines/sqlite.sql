@@ -2,7 +2,7 @@
 -- key and constraint includes the account, as Citus requires, except those of `token`: each node
 -- has all tokens. All times are in epoch milliseconds.
 
-CREATE TABLE account (                              -- made with its first Project
+CREATE TABLE account (                              -- made at the latest with its first Project
     name          TEXT    PRIMARY KEY,
     last_seq      INTEGER NOT NULL DEFAULT 0,       -- the highest project.seq that it ever had
     project_count INTEGER NOT NULL DEFAULT 0        -- its Projects now
@@ -29,7 +29,7 @@ CREATE TABLE project (
     postal_code   TEXT,
     location      TEXT                              -- JSON, as it is returned: SQLite
                                                     -- prints a REAL with 15 digits
-        CHECK (location IS NULL OR json_valid(location)),
+        CHECK (location IS NULL OR json_valid(location)),  -- before 3.45, json_valid(NULL) is 0
     key           TEXT,                             -- the Idempotency-Key that came with it
     fingerprint   BLOB,                             -- SHA-256 of the fields that came with a key
     PRIMARY KEY (account, seq),
@@ -37,8 +37,8 @@ CREATE TABLE project (
     UNIQUE (account, key)
 ) STRICT, WITHOUT ROWID;  -- kept in the order of its key, so a list is one range of it
 
-CREATE TABLE spent_key (                            -- the key of a Project that was deleted, so
-    account       TEXT    NOT NULL,                 -- that no request creates that again
+CREATE TABLE spent_key (                            -- the keys of deleted Projects, so that no
+    account       TEXT    NOT NULL,                 -- late request creates one of them again
     key           TEXT    NOT NULL,
     seq           INTEGER NOT NULL,                 -- the account's last_seq at the deletion
     PRIMARY KEY (account, key)
