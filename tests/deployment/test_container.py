@@ -197,18 +197,18 @@ def test_copies_of_seven_nights_are_kept(environment, token, database, tmp_path)
     [line] = blocks(PAGE, "Backup and restore", "text")
     time, command = re.fullmatch(r"((?:\S+ ){5})(.*)\n", line).groups()
     assert time == "0 3 * * * " and "%" not in command.replace(r"\%", "")
-    command = replaced(command, {r"\%": "%", "/opt/gardening": str(tmp_path)})
-    (tmp_path / "backup.sh").write_text(blocks(PAGE, "Backup and restore")[0])
-    (tmp_path / "docker").write_text(DOCKER)
-    (tmp_path / "docker").chmod(0o755)
-    environment |= {"PATH": f"{tmp_path}:{BIN}:{environment['PATH']}"}
+    clone = tmp_path / "clone"
+    clone.mkdir()
+    command = replaced(command, {r"\%": "%", "/opt/gardening": str(clone)})
+    (clone / "backup.sh").write_text(blocks(PAGE, "Backup and restore")[0])
+    (clone / "docker").write_text(DOCKER)
+    (clone / "docker").chmod(0o755)
+    environment |= {"PATH": f"{clone}:{BIN}:{environment['PATH']}"}
     environment |= {"VOLUME": str(Path(database).parent), "CLONE": str(ROOT)}
-    for _ in range(2):
-        run("sh", "-c", command, environment=environment)
-    copies = [file.name for file in tmp_path.glob("night-[1-7].db")]
-    [copy] = copies
-    assert (tmp_path / copy).stat().st_mode & 0o777 == 0o600
-    with closing(sqlite3.connect(tmp_path / copy)) as connection:
+    run("sh", "-c", command, environment=environment)
+    [copy] = clone.glob("night-[1-7].db")
+    assert copy.stat().st_mode & 0o777 == 0o600
+    with closing(sqlite3.connect(copy)) as connection:
         assert connection.execute("SELECT count(*) FROM token").fetchall() == [(1,)]
 
 
