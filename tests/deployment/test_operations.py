@@ -25,6 +25,7 @@ CLUSTER = next(Path("/usr/lib/postgresql").glob("*/bin"), Path("/usr/lib/postgre
 DATABASE = "/var/lib/gardening/gardening.db"
 BACKUPS = "/var/backups/gardening"
 NOW = "date -u +%Y-%m-%dT%H%M%SZ.db"  # how a backup is named
+NEW_NAME = f"while [ -e {BACKUPS}/$({NOW}) ]; do sleep 0.1; done"  # waits for it
 # Debian's packages are there already, and there is no network.
 APT_GET = """#!/bin/sh -e
 [ "$1" = update ] && exit
@@ -321,8 +322,7 @@ BROKEN = ["import nothing_of_this_name", "Store.check = lambda self: no_such_nam
 
 def upgrade_later():
     """The block for an upgrade, which takes a backup that has the second in its name."""
-    wait = f"while [ -e {BACKUPS}/$({NOW}) ]; do sleep 0.1; done"
-    return f"{wait}\n{block('Upgrade', 'pull')}"
+    return f"{NEW_NAME}\n{block('Upgrade', 'pull')}"
 
 
 def go_back_from(printed):
@@ -699,8 +699,8 @@ def test_service_starts_with_the_machine_and_has_time_for_a_migration(machine):
 
 
 def test_old_machine_stops_for_good_with_a_last_backup(machine, no_backups):
-    paste_twice(machine, code("systemctl disable --now"))
     try:
+        paste_twice(machine, f"{NEW_NAME}\n{code('systemctl disable --now')}")
         units = "gardening.service gardening-backup.timer"
         states = {*machine.paste(f"systemctl is-active {units}", status=3).split()}
         states |= {*machine.paste(f"systemctl is-enabled {units}", status=1).split()}
@@ -712,6 +712,7 @@ def test_old_machine_stops_for_good_with_a_last_backup(machine, no_backups):
 
 def test_service_that_was_killed_is_started_again(machine):
     killed = main_pid(machine)
+    assert killed != "0"  # which would be the tests themselves
     machine.paste(f"kill -KILL {killed}")
     wait_for(lambda: main_pid(machine) not in ("0", killed))
     machine.paste("systemctl start gardening")  # waits until it responds
