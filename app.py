@@ -166,6 +166,6 @@ def link_to_next(page: Page, after: int) -> str:
 
 
 if __name__ == "__main__":
-    # As `python -m app`: `python app.py` has no spec, and Flask would look elsewhere for `instance`.
-    # Nothing imports this module again: it would have a second copy.
+    # As `python -m app`: `python app.py` has no spec, and Flask would look elsewhere for
+    # `instance`. Nothing imports this module again: it would have a second copy.
     commands.main(create_app)

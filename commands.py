@@ -159,7 +159,7 @@ def open_database() -> None:
 
 
 def report_if_new(engine: Engine, is_new: bool) -> None:
-    """Say that a database was created: it may be a lost one's place, or a mistyped path."""
+    """Say that a database was created: the old one may be lost, or the path mistyped."""
     if is_new:
         click.echo(f"A new database: {engine.name}", err=True)
 
@@ -170,7 +170,7 @@ def ended_like_ctrl_c(command: Callable[[str], None]) -> Callable[[str], None]:
     @wraps(command)
     def guarded(file: str) -> None:
         numbers = [signal.SIGTERM, signal.SIGHUP]
-        # Another one has been chosen, by nohup for example.
+        # Unless something else has chosen an action for it, as nohup does.
         numbers = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
         for number in numbers:
             signal.signal(number, signal.default_int_handler)
@@ -268,8 +268,7 @@ def commit_of(clone: Path) -> str:
     """
     if given := os.environ.get("CLONE_COMMIT"):
         return given
-    # By the name of its folder, git reads a clone of another user, as that in /opt/gardening, and
-    # looks for none in the folders around it.
+    # With --git-dir, git reads another user's clone, and does not search the folders above.
     command = ["git", f"--git-dir={clone}/.git", "rev-parse", "--verify", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()

@@ -14,7 +14,8 @@ UNREAD_LIMIT = 64 * 1024  # bytes; gunicorn drains less than this of an unread b
 
 wsgi_app = "app:create_app()"
 bind = os.environ.get("GARDENING_BIND", "").strip()
-if not bind:  # as gunicorn by itself, which stumbles over an empty PORT, and takes 0 for any port
+# gunicorn has the same default, but fails on an empty PORT, and takes 0 for any free port.
+if not bind:
     port = os.environ.get("PORT", "").strip()
     if port and not (port.isdecimal() and 0 < int(port) < 2**16):
         sys.exit("Error: PORT must be a whole number, from 1 to 65535")

@@ -1,7 +1,4 @@
-"""Every error as a problem document (RFC 9457) and, if it is the service's own, in the log.
-
-Those of the store are in one table.
-"""
+"""Turns every error into a problem document (RFC 9457), and logs the service's own."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -77,7 +74,7 @@ STORE_ERRORS = {
 
 
 class Service(Flask):
-    """Logs a defect so that no text of a caller's begins a line."""
+    """Logs a bug so that a caller's text never begins a line of the log."""
 
     def log_exception(self, exc_info: Any) -> None:
         # Indented, since the error may quote a caller's line feed.

@@ -27,9 +27,9 @@ ALTER TABLE part ADD FOREIGN KEY (account, project)
     REFERENCES project (account, id) ON DELETE CASCADE;
 COMMIT;
 \endif
--- Any node must know the schema version, which is a comment that Citus copies to none of them. Each
--- node has a range of its own for the IDs of tokens, and goes on after the highest one that it has
--- issued, or that a restore has brought.
+-- Every node must know the schema version, which is a comment, and Citus copies no comments. Each node
+-- also has its own range of token IDs, and continues after the highest ID that it has issued, or that
+-- a restore has brought.
 DO $$
 DECLARE
     command text;

@@ -20,9 +20,9 @@ from engines.files import create_folder_of, new_file
 from engines.migrations import EMPTY, incompatibility
 from engines.sqlite import SQLite, inspect, raise_if_full
 
-# The columns of each table, but for what is counted. A restore fills the tables in this order: `part`
-# refers to `project`; and if a Project came before its account, SQLite's trigger would create the
-# account, which then could not be inserted.
+# The columns of each table, but for what is counted. A restore fills the tables in this order:
+# `part` refers to `project`; and if a Project came before its account, SQLite's trigger would
+# create the account, which then could not be inserted.
 COLUMNS = {
     "token": ("id", "account", "digest", "created_at", "expires_at", "note"),
     "account": ("name", "last_seq"),
@@ -30,9 +30,9 @@ COLUMNS = {
     "spent_key": ("account", "key", "seq"),
     "part": ("id", "project", "kind", "account"),
 }
-# Counts the Projects of each account, for which PostgreSQL has no triggers, and adds the accounts that
-# a backup lacks. `last_seq` is never lowered: it is higher than any seq if the last Projects were
-# deleted.
+# Counts the Projects of each account, for which PostgreSQL has no triggers, and adds the accounts
+# that a backup lacks. `last_seq` is never lowered: it is higher than any seq if the last Projects
+# were deleted.
 REBUILD_ACCOUNTS = """
     INSERT INTO account (name, last_seq, project_count)
     SELECT name, max(last_seq), sum(project_count)
@@ -111,7 +111,7 @@ def write_file(source: Engine, path: str) -> Sequence[int]:
 
     Returns the numbers of accounts, Projects and tokens.
     """
-    # In a folder of its own first, since the engine leaves a -lock beside its file.
+    # The copy is first written in a folder of its own, since the engine leaves a -lock beside it.
     with (
         new_file(path) as partial,
         scratch(os.path.dirname(partial)) as folder,
@@ -139,22 +139,24 @@ def scratch(folder: str | None) -> TemporaryDirectory[str]:
 
 
 def open_backup(path: str) -> sqlite3.Connection:
-    """Only to be read. Raises as `copy_file` does."""
+    """Open it read-only. Raises as `copy_file` does."""
     if not stat.S_ISREG(os.stat(path).st_mode):  # SQLite would wait for the writer of a pipe
         raise BadBackup("not a regular file")
     path = os.path.realpath(path)  # which has the -wal beside it
     uri = f"{Path(path).as_uri()}?mode=ro"
     if os.access(os.path.dirname(path), os.W_OK):
         return sqlite3.connect(uri, uri=True)
-    if not os.path.exists(f"{path}-wal"):  # which SQLite would create for a plain copy
+    # SQLite would try to create a -wal here, even for a copy of a database that was in WAL mode.
+    if not os.path.exists(f"{path}-wal"):
         return sqlite3.connect(f"{uri}&immutable=1", uri=True)
+    file = sqlite3.connect(uri, uri=True)
     try:
-        with closing(sqlite3.connect(uri, uri=True)) as file:
-            file.execute("PRAGMA schema_version")
-    except sqlite3.OperationalError as error:
+        file.execute("PRAGMA schema_version")  # opens the -wal
+    except sqlite3.Error as error:
+        file.close()
         hint = "copy it and its -wal to a folder that can be written to"
         raise BadBackup(f"{error}; {hint}") from error
-    return sqlite3.connect(uri, uri=True)
+    return file
 
 
 def copy_file(path: str, to: str) -> None:
@@ -192,8 +194,8 @@ def copy_rows(source: Engine, target: Engine) -> Sequence[int]:
     The Projects of each account are counted anew. Returns the numbers of accounts, Projects and
     tokens. Raises Unavailable unless the target is empty.
     """
-    # If both are SQLite, an error of the source is reported with the name of the target. It is rare:
-    # `copy_file` has checked the source.
+    # If both are SQLite, an error of the source is reported with the name of the target. It is
+    # rare: `copy_file` has checked the source.
     with source.snapshot() as reader, target.writer(in_transaction=True) as writer:
         writer.extend_timeouts()
         require_empty(writer)  # before the lock, which would hold up the writers of a live database

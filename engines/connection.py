@@ -23,17 +23,18 @@ class Connection(ABC):
     MIGRATIONS: Migrations
     ALWAYS_IN_TRANSACTION = False  # whether even one statement that writes needs a transaction
 
-    # GET, CREATE and UPDATE return the Project's id, ETag and document, or no row.
+    # Each comment begins with the parameters. GET, CREATE and UPDATE return the Project's id, ETag and
+    # document, or no row.
     # account, id
     GET: str
-    # account, size, after, offset: up to :size Projects with seq > :after, skipping :offset. Returns
-    # the number of all Projects of the account, or null if it has no row; the seq of the last
-    # Project here, if more follow; and the documents as a JSON array.
+    # account, size, after, offset: up to :size Projects with seq > :after, skipping :offset.
+    # Returns how many Projects the account has, or null if it has no row; the seq of the last one
+    # here, if more follow; and the documents as a JSON array.
     LIST: str
     # account, id, key, fingerprint, now, limit, and each field that a caller sets
     CREATE: str
-    # account, id, if_match, if_none_match, now, and those of <assignments>: `name = :name, ` for each
-    # field to change
+    # account, id, if_match, if_none_match, now, and those of <assignments>, which stands for
+    # `name = :name, ` for each field to change
     UPDATE: str
     # account, id, if_match, if_none_match. Returns the key, which may be null, or no row.
     DELETE: str
@@ -54,7 +55,7 @@ class Connection(ABC):
     def close(self) -> None: ...
 
     def start_deadline(self) -> None:
-        """Limit the time of what the connection is acquired for."""
+        """Limit how long this use of the connection may take."""
 
     def is_usable(self) -> bool:
         """Whether an idle connection can serve another request."""
@@ -67,14 +68,14 @@ class Connection(ABC):
         """
 
     def count_before_create(self, parameters: Parameters) -> bool:
-        """Count the Project that CREATE adds next, in the same transaction and with these parameters.
+        """Count the Project that CREATE adds next, with these parameters in the same transaction.
 
         False if the account is full. By default, CREATE does all of this.
         """
         return True
 
     def extend_timeouts(self) -> None:
-        """Let the transaction take as long as an operator may wait. By default, nothing limits it."""
+        """Let the transaction take as long as an operator waits. By default, nothing limits it."""
 
     @abstractmethod
     def migrate(self, creates: bool) -> int:

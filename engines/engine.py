@@ -23,7 +23,7 @@ class Engine(ABC):
 
     ERROR: type[Exception]  # the base of the driver's errors
     name: str  # of the database, as an operator knows it, without a password
-    # Whether a timeout closes the idle connections as well: they lead to the same server.
+    # Whether a timeout also closes the idle connections, which lead to the same server.
     TIMEOUT_CLOSES_IDLE = False
 
     def __init__(self, file: DatabaseFile | NoFile) -> None:

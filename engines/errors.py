@@ -9,4 +9,4 @@ class Unavailable(Exception):
 
 
 class OutcomeUnknown(Unavailable):
-    """A write may or may not have been made: its connection or its disk failed."""
+    """A write may or may not have been made: its connection, its disk or its file was lost."""

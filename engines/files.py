@@ -1,4 +1,4 @@
-"""Files: a new one gets its name once it is complete, and a replaced one is noticed."""
+"""Creates files that get their names once they are complete, and notices a replaced database."""
 
 import errno
 import fcntl
@@ -133,7 +133,7 @@ class DatabaseFile:
             raise outage(f"the database file was replaced; restart the service: {self.path}")
 
     def unreadable(self) -> str | None:
-        """The file that this user may not read: the database's, or one of SQLite's own beside it."""
+        """The file that this user may not read: the database's, or one of SQLite's beside it."""
         for path in (self.target, self._wal, f"{self.target}-shm"):
             if os.path.exists(path) and not os.access(path, os.R_OK):
                 return path

@@ -49,8 +49,8 @@ OUTAGES = (
     "XX001",  # damage
     "XX002",
 )
-# What Citus says if a node has lost the session that was kept for it. Its SQLSTATE is XX000, as that
-# of a defect.
+# Citus's message when a node has lost a session that it needs. Its SQLSTATE, XX000, is also that of
+# a bug.
 LOST_SESSION = "failure on connection marked as essential"
 # The comment on the table of Projects, which marks a database as ours.
 MARK = "gardening-project-service, schema version "
@@ -64,9 +64,9 @@ SELECT current_setting('server_encoding'),
             AND NOT EXISTS (SELECT FROM pg_depend
                 WHERE classid = 'pg_class'::regclass AND objid = pg_class.oid AND deptype = 'e'))
 """
-# Whatever the server, the database or the role sets, writers of an account wait for each other
-# instead of failing, a commit waits for the disk and the synchronous standby, and COPY, which is text,
-# does not double the backslash of a bytea.
+# Whatever the server, the database or the role sets: writers of an account wait for each other
+# instead of failing; a commit waits for the disk and the synchronous standby; and COPY, which is
+# text, does not double the backslash of a bytea.
 SETTINGS = f"""
 SET statement_timeout = '{STATEMENT_TIMEOUT}s';
 SET lock_timeout = '{ROW_LOCK_TIMEOUT}s';
@@ -75,7 +75,7 @@ SET standard_conforming_strings = on;
 SELECT set_config('synchronous_commit', 'on', false)
 WHERE current_setting('synchronous_commit') IN ('off', 'local');
 """
-# What psycopg puts before the reason of each host, after it has given that of the last one.
+# psycopg gives the last host's reason first, and then, behind these words, the reason of each host.
 OF_SEVERAL_HOSTS = re.compile(
     r"(?m)^Multiple connection attempts .*$|^- host: '[^']*', port: '[^']*'(, hostaddr: '[^']*')?: "
 )
@@ -186,7 +186,7 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
         self.deadline = time.monotonic() + COMMAND_TIMEOUT
         for limit in ("lock_timeout", "statement_timeout"):
             self.execute(f"SET LOCAL {limit} = '{COMMAND_TIMEOUT}s'")
-        # transaction_timeout is new in PostgreSQL 17, and a transaction can end it, but not extend it.
+        # transaction_timeout is new in PostgreSQL 17. A transaction can end it, but not extend it.
         self.execute("""SELECT set_config(name, '0', true) FROM pg_settings
             WHERE name IN ('idle_in_transaction_session_timeout', 'transaction_timeout')""")
 
@@ -198,8 +198,8 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
         except psycopg.OperationalError as error:
             if time.monotonic() < self.deadline:
                 raise  # it is no timeout
-            # Both are errors. But a server that is still sending a long list is not silent, so that
-            # is no timeout for the breaker.
+            # It is an error in either case. But a server that is still sending a long list is not
+            # silent, so for the breaker it is no timeout.
             if self._has_input(STILL_ARRIVING):
                 raise psycopg.OperationalError("the response is too long") from error
             raise ServerTimeout("no response before the deadline") from error
@@ -233,7 +233,7 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
         return found
 
     def lock_account(self, account: str) -> None:
-        # An account without Projects has no row yet.
+        # Before its first Project, an account has no row.
         self.fetch(
             """INSERT INTO account (name) VALUES (:account)
             ON CONFLICT (name) DO UPDATE SET last_seq = account.last_seq""",
@@ -272,15 +272,14 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
 class ClusterConnection(PostgreSQLConnection):
     """A connection to any node of a Citus cluster.
 
-    Outside of a transaction, the node that has the account commits each statement by itself. If the
-    node is lost meanwhile, nobody knows whether it has committed. In a transaction, only the
-    outcome of the COMMIT can be unknown. So every write is in one.
+    Every write is in a transaction, so that only the outcome of its COMMIT can be unknown: see
+    docs/design.md.
     """
 
     ALWAYS_IN_TRANSACTION = True
     CREATE = f"""
-        -- With RETURNING, Citus refuses INSERT INTO ... SELECT without the alias. The account is that of the row
-        -- in `account`, so that Citus sees a join by account, which one node can do.
+        -- With RETURNING, Citus refuses INSERT INTO ... SELECT without the alias. The account's
+        -- name comes from its row, so that Citus sees a join by account, which one node can do.
         INSERT INTO project AS made (id, account, seq, key, fingerprint, created_at, updated_at,
             {", ".join(SETTABLE)})
         SELECT :id, name, last_seq, :key, :fingerprint, :now, :now, :{", :".join(SETTABLE)}
@@ -308,8 +307,8 @@ class ClusterConnection(PostgreSQLConnection):
                 obj_description('project'::regclass, 'pg_class')))""")
 
     def advance_token_sequence(self) -> None:
-        # Node n has the IDs from n << 48 on, as deploy/citus.sql has it. The maximum of its sequence
-        # is the first ID of the next node, so BETWEEN seqmin AND seqmax would be wrong.
+        # Node n has the IDs from n << 48 on, as deploy/citus.sql has it. The maximum of its
+        # sequence is the first ID of the next node, so BETWEEN seqmin AND seqmax would be wrong.
         self.execute("""SELECT setval('token_id_seq', max(id)) FROM token, pg_sequence
             WHERE seqrelid = 'token_id_seq'::regclass AND id >> 48 = seqmin >> 48""")
 
