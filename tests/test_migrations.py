@@ -93,9 +93,9 @@ def test_older_database_is_migrated_by_the_first_use_and_keeps_what_it_has(older
     assert contents(older) == before
     if is_sqlite(older):
         older.execute("PRAGMA foreign_keys = ON")
-    older.execute("INSERT INTO zone (id, account, project) SELECT 'z', account, id FROM project")
+    older.execute("INSERT INTO plot (id, account, project) SELECT 'z', account, id FROM project")
     older.execute("DELETE FROM project")
-    assert older.execute("SELECT * FROM zone").fetchall() == []
+    assert older.execute("SELECT * FROM plot").fetchall() == []
 
 
 def test_migrated_database_is_like_a_new_one(older, later, another_database):
@@ -103,7 +103,7 @@ def test_migrated_database_is_like_a_new_one(older, later, another_database):
     later("init-db", database=another_database)
     with closing(plain_sql_on(another_database)) as new:
         assert structure(older) == structure(new)
-        assert "zone_project" in str(structure(new))  # the index
+        assert "plot_project" in str(structure(new))  # the index
 
 
 # The folders with the SQL files of each schema version. Until there is a release, only this one's.
@@ -141,11 +141,11 @@ def test_older_database_is_migrated_once_by_many(older, later):
 
 
 def test_migration_that_fails_changes_nothing(older, later):
-    older.execute("CREATE TABLE zone_ (id text)")
-    older.execute("CREATE INDEX zone_project ON zone_ (id)")
+    older.execute("CREATE TABLE plot_ (id text)")
+    older.execute("CREATE INDEX plot_project ON plot_ (id)")
     before = structure(older), contents(older)
     for _ in range(2):
-        assert "zone_project" in later("init-db", status=1).stderr
+        assert "plot_project" in later("init-db", status=1).stderr
     assert (structure(older), contents(older)) == before
 
 
@@ -177,7 +177,7 @@ def test_migration_that_is_killed_changes_nothing_and_is_made_again(
         older.execute(f"SELECT pg_terminate_backend(pid, 60000) {backend}")
     assert (structure(older), contents(older)) == before
     later("init-db")
-    assert "zone_project" in str(structure(older))
+    assert "plot_project" in str(structure(older))
 
 
 FOREIGN = "made by another program, or copied by one that dropped its mark"

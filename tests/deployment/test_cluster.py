@@ -345,11 +345,11 @@ def test_next_schema_version_goes_through_the_coordinator(cluster, tmp_path):
         ended = run(*command, folder=folder, environment=environment, status=status)
         reason = "Error: connect to the coordinator to change the tables; "
         assert ended.stderr.startswith(reason) if status else not ended.stderr
-    row = f"INSERT INTO zone (id, account, project) VALUES ('z', 'ann', '{id}')"
+    row = f"INSERT INTO plot (id, account, project) VALUES ('z', 'ann', '{id}')"
     execute(urls[1], row)
-    shards = "SELECT count(DISTINCT nodeport) FROM citus_shards WHERE table_name = 'zone'::regclass"
+    shards = "SELECT count(DISTINCT nodeport) FROM citus_shards WHERE table_name = 'plot'::regclass"
     assert execute(urls[0], shards) > [(1,)]
     execute(urls[0], "DELETE FROM project WHERE account = 'ann'")
-    assert execute(urls[2], "SELECT * FROM zone") == []
+    assert execute(urls[2], "SELECT * FROM plot") == []
     with closing(store_on(urls[1])) as store, fails(Unavailable, "newer release"):
         store.check()

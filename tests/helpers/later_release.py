@@ -6,22 +6,22 @@ Its migrations show what CONTRIBUTING.md says of a new table.
 from engines.migrations import SCHEMA_VERSION
 from helpers.testservice import copy_service
 
-TABLE = """CREATE TABLE zone (
+TABLE = """CREATE TABLE plot (
     id text {0} NOT NULL, account text {0} NOT NULL, project text {0} NOT NULL,
     PRIMARY KEY (account, id)"""
 REFERENCE = "FOREIGN KEY (account, project) REFERENCES project (account, id) ON DELETE CASCADE"
-INDEX = "CREATE INDEX zone_project ON zone (account, project)"
+INDEX = "CREATE INDEX plot_project ON plot (account, project)"
 SQLITE = [f"{TABLE.format('')}, {REFERENCE}) STRICT", INDEX]
 POSTGRESQL = [
     f"""{TABLE.format('COLLATE "C"')})""",
     # Citus wants the table to be distributed before it gets the foreign key.
     """DO $$ BEGIN
         IF to_regclass('pg_dist_partition') IS NOT NULL THEN
-            PERFORM create_distributed_table('zone', 'account', colocate_with => 'account')
+            PERFORM create_distributed_table('plot', 'account', colocate_with => 'account')
             FROM pg_dist_partition WHERE logicalrelid = 'account'::regclass;
         END IF;
     END $$""",
-    f"ALTER TABLE zone ADD {REFERENCE}",
+    f"ALTER TABLE plot ADD {REFERENCE}",
     INDEX,
 ]
 # What goes on for longer than any test, within the migration.
