@@ -186,9 +186,10 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
         self.deadline = time.monotonic() + COMMAND_TIMEOUT
         for limit in ("lock_timeout", "statement_timeout"):
             self.execute(f"SET LOCAL {limit} = '{COMMAND_TIMEOUT}s'")
-        # transaction_timeout is new in PostgreSQL 17. A transaction can end it, but not extend it.
-        self.execute("""SELECT set_config(name, '0', true) FROM pg_settings
-            WHERE name IN ('idle_in_transaction_session_timeout', 'transaction_timeout')""")
+        self.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
+        # This one is new in PostgreSQL 17. A transaction can end it, but not extend it.
+        self.execute("""SELECT set_config('transaction_timeout', '0', true)
+            WHERE current_setting('transaction_timeout', true) IS NOT NULL""")
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         # Once connected, psycopg waits for the server here, by default without a limit.
