@@ -13,7 +13,8 @@ EXPOSE 8000
 CMD ["gunicorn"]
 HEALTHCHECK --timeout=10s --start-period=30s CMD ["python", "-c", "\
 import http.client, os; \
-address = os.environ.get('GARDENING_BIND') or '127.0.0.1:' + os.environ['PORT']; \
+address = os.environ.get('GARDENING_BIND', '').strip() or \
+    '127.0.0.1:' + (os.environ.get('PORT') or '8000'); \
 service = http.client.HTTPConnection(address, timeout=8); \
 service.request('GET', '/health'); \
 assert service.getresponse().status == 200"]

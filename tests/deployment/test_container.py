@@ -83,6 +83,8 @@ def test_probes_notice_a_lost_database_and_a_lost_service(environment, database)
     with gunicorn(environment) as (_, port), Client(port, "none") as client:
         environment["PORT"] = str(port)
         run(sys.executable, *arguments, environment=environment)
+        bound = environment | {"GARDENING_BIND": f" 127.0.0.1:{port}", "PORT": ""}
+        run(sys.executable, *arguments, environment=bound)
         elsewhere = environment | {"GARDENING_BIND": "127.0.0.1:1"}
         run(sys.executable, *arguments, environment=elsewhere, status=1)
         assert [client.fetch("GET", path)[0] for path in paths] == [200, 200]
