@@ -147,14 +147,14 @@ def open_backup(path: str) -> sqlite3.Connection:
     if os.access(os.path.dirname(path), os.W_OK):
         return sqlite3.connect(uri, uri=True)
     # SQLite would try to create a -wal here, even for a copy of a database that was in WAL mode.
-    if not os.path.exists(f"{path}-wal"):
+    if not any(os.path.exists(f"{path}{suffix}") for suffix in ("-wal", "-journal")):
         return sqlite3.connect(f"{uri}&immutable=1", uri=True)
     file = sqlite3.connect(uri, uri=True)
     try:
-        file.execute("PRAGMA schema_version")  # opens the -wal
+        file.execute("PRAGMA schema_version")  # reads what is there
     except sqlite3.Error as error:
         file.close()
-        hint = "copy it and its -wal to a folder that can be written to"
+        hint = "copy it and its -wal or -journal to a folder that can be written to"
         raise BadBackup(f"{error}; {hint}") from error
     return file
 

@@ -38,11 +38,11 @@ def new_file(path: str) -> Iterator[str]:
         with suppress(OSError):  # some file systems sync no folders
             sync(folder)
     finally:
-        with suppress(FileNotFoundError):
+        with suppress(OSError):  # it is renamed, or what matters has succeeded or failed before
             os.unlink(partial)
 
 
-def give_away(descriptor: int, folder: str) -> None:
+def give_away(descriptor: int, folder: str | int) -> None:
     """Let the owner of this folder, the service's user, have what root has created in it."""
     if os.geteuid() == 0:
         owner = os.stat(folder)
@@ -214,13 +214,22 @@ def create_folder_of(path: str) -> None:
     Only its owner can enter it.
     """
     folder = os.path.dirname(path)
-    with suppress(FileExistsError):
-        os.mkdir(folder, 0o700)
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
-            give_away(descriptor, os.path.dirname(folder))
-        finally:
-            os.close(descriptor)
+    if os.path.isdir(folder):
+        return
+    # By its name in the same parent throughout, or whoever owns a folder around it could let root
+    # give away another one.
+    name, flags = os.path.basename(folder), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    parent = os.open(os.path.dirname(folder), os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=parent)
+            descriptor = os.open(name, flags, dir_fd=parent)
+            try:
+                give_away(descriptor, parent)
+            finally:
+                os.close(descriptor)
+    finally:
+        os.close(parent)
 
 
 def create_empty(path: str) -> None:

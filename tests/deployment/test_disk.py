@@ -5,6 +5,7 @@ import re
 import shutil
 import sqlite3
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,8 @@ from helpers.stores import listed
 from test_backup import file, filled, run_command, source, target
 from test_sqlite import attempt
 
+# The header of a rollback journal that a killed process has left: see SQLite's file format, 3.
+HOT_JOURNAL = bytes.fromhex("d9d505f920a163d7 00000001 00000000 00000001 00000200 00001000")
 STRACE = ["strace", "-f", "-qq", "-o", os.devnull, "-e"]
 
 
@@ -99,7 +102,8 @@ def test_sorting_needs_no_disk(store, database, file, mount, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "suffixes, is_restored", [([""], True), (["", "-wal", "-shm"], True), (["", "-wal"], False)]
+    "suffixes, is_restored",
+    [([""], True), (["", "-wal", "-shm"], True), (["", "-wal"], False), (["", "-journal"], False)],
 )
 def test_plain_copy_in_a_folder_that_cannot_be_written_to_is_restored_if_it_can_be_read(
     store, park, database, target, mount, tmp_path, suffixes, is_restored
@@ -108,11 +112,12 @@ def test_plain_copy_in_a_folder_that_cannot_be_written_to_is_restored_if_it_can_
     mount(disk, "1m")
     if suffixes == [""]:
         store.close()
+    Path(f"{database}-journal").write_bytes(HOT_JOURNAL)
     for suffix in suffixes:
         shutil.copy(database + suffix, f"{disk}/copy.db{suffix}")
     run("mount", "-o", "remount,ro", disk)
     printed = run_command(target, "restore", f"{disk}/copy.db", status=int(not is_restored))
-    hint = f"copy it and its -wal to a folder that can be written to: {disk}/copy.db\n"
+    hint = f"its -wal or -journal to a folder that can be written to: {disk}/copy.db\n"
     assert printed.endswith("Projects 1, tokens 0.\n" if is_restored else hint)
 
 
@@ -179,6 +184,18 @@ def test_restore_that_has_committed_succeeds_whatever_cannot_be_removed(filled, 
     assert ended.stdout == "Restored: accounts 2, Projects 61, tokens 2.\n"
 
 
+def test_backup_that_has_its_name_succeeds_whatever_cannot_be_removed(store, database, file):
+    environment, calls = environment_of(database), Path(f"{file}-calls")
+    trace = ["strace", "-f", "-qq", "-o", calls, "-e", "unlink"]
+    run(*trace, BIN / "flask", "backup", f"{file}-first", environment=environment)
+    removals = [line.endswith('.partial") = 0') for line in calls.read_text().splitlines()]
+    fault = [*STRACE, f"inject=unlink:error=EIO:when={removals.index(True) + 1}"]
+    run(*fault, BIN / "flask", "backup", file, environment=environment)
+    assert len([*Path(file).parent.glob("gardening-*.partial")]) == 1  # which was not removed
+    with closing(sqlite3.connect(file)) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+
+
 def test_write_whose_lock_fails_after_the_commit_is_in_doubt(store, park, database):
     """The second flock of a write is the one that unlocks."""
     fault = [*STRACE, "inject=flock:error=EIO:when=2"]
@@ -205,9 +222,10 @@ def test_root_gives_away_only_what_it_has_opened(tmp_path):
     os.chown(folder, 65534, 65534)
     environment = environment_of(str(folder / "new/gardening.db"))
     for command in (["init-db"], ["backup", folder / "backup.db"]):
-        trace = ["strace", "-f", "-qq", "-o", calls, "-e", "/chown"]
+        trace = ["strace", "-f", "-qq", "-o", calls, "-e", "/chown|mkdir"]
         run(*trace, BIN / "flask", *command, environment=environment)
-        assert set(re.findall(r"\d+ +(\w+)", calls.read_text())) == {"fchown"}
+        made = re.findall(r"\d+ +(\w*(?:chown|mkdir)\w*)\(.*", calls.read_text())
+        assert set(made) == ({"fchown", "mkdirat"} if command == ["init-db"] else {"fchown"})
 
 
 def test_copy_of_root_is_in_no_folder_of_somebody_else(tmp_path):
