@@ -550,6 +550,8 @@ def place(machine, saved_settings, request):
         machine.paste("systemctl stop gardening && umount /var/lib/gardening")
     elif request.param.endswith(".db"):
         with elsewhere(machine, request.param) as folder:
+            # And a space at the end, which systemd ignores.
+            machine.paste("sed -i '/^FLASK_DATABASE=/s/$/ /' /etc/gardening.env")
             yield folder
     else:
         yield request.param
@@ -600,6 +602,16 @@ def test_refused_restore_is_undone(machine, no_backups, empty_account):
     assert "inactive" in machine.paste("systemctl is-active gardening", status=3)
     machine.paste(undo())
     assert names(machine, empty_account) == ["Park"]
+
+
+def test_undoing_a_restore_that_stopped_nothing_keeps_the_database(machine, empty_account):
+    """As after Ctrl-C while the service was to stop, when nothing had been moved yet."""
+    add_project(machine, empty_account, "Park")
+    folder = "/var/lib/gardening/before-2098-01-01T000000Z"
+    machine.paste(f"install -d -o gardening -m 700 {folder}")
+    machine.paste(undo())
+    assert names(machine, empty_account) == ["Park"]
+    machine.paste(f"[ ! -e {folder} ]")
 
 
 NO_BACKUP = {  # by what creates it: what is said of it
