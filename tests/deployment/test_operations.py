@@ -179,6 +179,11 @@ def test_first_token_is_one_of_the_service(machine):
 def test_version_is_the_commit_in_the_clone_of_root(machine):
     commit = machine.paste("git -C /opt/gardening rev-parse HEAD").strip()
     assert machine.paste(code("gardening --version")).strip().endswith(f", commit {commit}")
+    machine.paste("chown nobody /opt/gardening")  # which git alone would refuse
+    try:
+        assert machine.paste("gardening --version").count("\n") == 1
+    finally:
+        machine.paste("chown root /opt/gardening")
 
 
 def test_machine_shares_its_cgroup_with_nobody(machine):
