@@ -7,7 +7,7 @@ VOLUME /data
 
 WORKDIR /opt/gardening
 ENV PATH=/opt/gardening/.venv/bin:$PATH \
-    FLASK_DATABASE=/data/gardening.db \
+    GARDENING_DATABASE=/data/gardening.db \
     PORT=8000
 EXPOSE 8000
 CMD ["gunicorn"]

@@ -36,7 +36,7 @@ def create_app(config: Mapping[str, Any] | None = None) -> Flask:
     app.config.update(
         MAX_CONTENT_LENGTH=MAX_CONTENT_LENGTH,
         PROVIDE_AUTOMATIC_OPTIONS=False,
-        DATABASE=os.environ.get("FLASK_DATABASE"),
+        DATABASE=os.environ.get("GARDENING_DATABASE"),
         MAX_PROJECTS=os.environ.get("GARDENING_MAX_PROJECTS") or MAX_PROJECTS,
     )
     app.config.update(config or {})
@@ -51,7 +51,7 @@ def create_app(config: Mapping[str, Any] | None = None) -> Flask:
     try:
         if app.config["DATABASE"] == ":memory:" and "DATABASE" not in (config or {}):
             # No command could issue a token for it.
-            raise ValueError("FLASK_DATABASE cannot be :memory:")
+            raise ValueError("GARDENING_DATABASE cannot be :memory:")
         engine = engine_on(str(app.config["DATABASE"] or ""), default)  # a Path will do
         max_projects = read_max_projects(app.config["MAX_PROJECTS"])
     except ValueError as error:

@@ -234,9 +234,9 @@ def welcome(
     if not has_tokens:
         setting, place = "", "in this folder"
         if engine.file.folder is None:  # a URL, which may have a password
-            place += " and with the same FLASK_DATABASE"
+            place += " and with the same GARDENING_DATABASE"
         elif app.config["DATABASE"]:
-            setting = f"FLASK_DATABASE={shlex.quote(engine.name)} "
+            setting = f"GARDENING_DATABASE={shlex.quote(engine.name)} "
         click.echo(f"No access token yet. In another terminal, {place}, run:")
         flask = f"{shlex.quote(sys.executable)} -m flask"
         if import_path:

@@ -10,7 +10,7 @@ def engine_on(database: str, default: str) -> Engine:
     Raises ValueError for a setting that names none, or if its driver is missing.
     """
     if database != database.strip():
-        raise ValueError("FLASK_DATABASE must not start or end with whitespace")
+        raise ValueError("GARDENING_DATABASE must not start or end with whitespace")
     if not database:
         return SQLite(default)
     if database.startswith("postgresql://"):
@@ -23,5 +23,5 @@ def engine_on(database: str, default: str) -> Engine:
     # As a path, this would put a password into the name of a file, and into the log.
     if "://" in database or "password=" in database or database.startswith("postgres"):
         forms = "a path, such as ./gardening.db, or a URL that starts with postgresql://"
-        raise ValueError(f"FLASK_DATABASE must be {forms}")
+        raise ValueError(f"GARDENING_DATABASE must be {forms}")
     return SQLite(database)

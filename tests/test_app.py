@@ -444,7 +444,8 @@ def open_app(config=None):
 
 
 def test_config_goes_before_the_environment(folder, monkeypatch):
-    monkeypatch.setenv("FLASK_DATABASE", "environment.db")
+    monkeypatch.setenv("GARDENING_DATABASE", "environment.db")
+    monkeypatch.setenv("FLASK_DATABASE", "another program's")
     open_app({"DATABASE": folder / "config.db"})
     assert databases(folder) == ["config.db"]
     open_app()
@@ -456,8 +457,8 @@ SPACED = [" a.db", "a.db ", "a.db\r", "a.db\n", "\t", "postgresql://db1/gardenin
 
 @pytest.mark.parametrize("setting", SPACED)
 def test_database_with_whitespace_around_it_is_refused(folder, monkeypatch, setting):
-    message = "^FLASK_DATABASE must not start or end with whitespace$"
-    monkeypatch.setenv("FLASK_DATABASE", setting)
+    message = "^GARDENING_DATABASE must not start or end with whitespace$"
+    monkeypatch.setenv("GARDENING_DATABASE", setting)
     for config in ({}, {"DATABASE": setting}):
         with pytest.raises(ValueError, match=message):
             create_app(config)
@@ -466,8 +467,8 @@ def test_database_with_whitespace_around_it_is_refused(folder, monkeypatch, sett
 
 def test_database_in_memory_is_none_of_the_environment(monkeypatch):
     """No command could issue a token for it."""
-    monkeypatch.setenv("FLASK_DATABASE", ":memory:")
-    with pytest.raises(ValueError, match="^FLASK_DATABASE cannot be :memory:$"):
+    monkeypatch.setenv("GARDENING_DATABASE", ":memory:")
+    with pytest.raises(ValueError, match="^GARDENING_DATABASE cannot be :memory:$"):
         create_app()
     create_app({"DATABASE": ":memory:"})
 
@@ -485,7 +486,7 @@ def test_setting_that_names_no_database_is_refused_without_its_password(folder, 
     forms = "a path, such as ./gardening.db, or a URL that starts with postgresql://"
     with pytest.raises(ValueError) as refusal:
         create_app({"DATABASE": setting})
-    assert str(refusal.value) == f"FLASK_DATABASE must be {forms}"
+    assert str(refusal.value) == f"GARDENING_DATABASE must be {forms}"
     assert list(folder.iterdir()) == []
 
 
@@ -496,7 +497,7 @@ def test_create_app_opens_no_database(folder):
     before = {file: file.read_bytes() for file in folder.iterdir()}
     for name in ("new.db", "old.db", "text.db", "no/such.db"):
         create_app({"DATABASE": name})
-    environment = os.environ | {"FLASK_DATABASE": str(folder / "old.db")}
+    environment = os.environ | {"GARDENING_DATABASE": str(folder / "old.db")}
     for program, argument in [("flask", "routes"), ("gunicorn", "--check-config")]:
         run(BIN / program, argument, environment=environment)
     assert {file: file.read_bytes() for file in folder.iterdir()} == before

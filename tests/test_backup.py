@@ -490,7 +490,7 @@ def test_restore_where_no_file_can_be_created_says_so(filled):
 
 def test_restore_creates_the_folder_of_the_default_database(filled, tmp_path):
     copy_service(tmp_path)
-    environment = {k: v for k, v in os.environ.items() if k != "FLASK_DATABASE"}
+    environment = {k: v for k, v in os.environ.items() if k != "GARDENING_DATABASE"}
     command = [BIN / "flask", "restore", filled]
     ended = run(*command, folder=tmp_path, environment=environment)
     assert ended.stdout == "Restored: accounts 2, Projects 61, tokens 2.\n"

@@ -104,7 +104,7 @@ def test_compose_file_confines_the_service_and_fits_the_image():
     assert service["security_opt"] == ["no-new-privileges:true"]
     [volume] = service["volumes"]
     assert (volume["type"], volume["target"]) == ("volume", "/data")
-    assert "FLASK_DATABASE=/data/gardening.db " in DOCKERFILE
+    assert "GARDENING_DATABASE=/data/gardening.db " in DOCKERFILE
     [port] = service["ports"]
     assert (port["host_ip"], port["target"]) == ("127.0.0.1", 8000)
     assert " PORT=8000\n" in DOCKERFILE
@@ -222,7 +222,7 @@ def test_password_of_postgresql_is_in_no_environment(tmp_path):
     printed = run(COMPOSE, "--file", tmp_path / "compose.yaml", "config", "--format=json").stdout
     service = json.loads(printed)["services"]["gardening"]
     assert service["environment"] == {
-        "FLASK_DATABASE": "postgresql://gardening@db1.example.org/gardening",
+        "GARDENING_DATABASE": "postgresql://gardening@db1.example.org/gardening",
         "PGPASSFILE": "/etc/gardening.pgpass",
     }
     [volume] = service["volumes"]

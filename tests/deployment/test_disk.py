@@ -97,7 +97,7 @@ def test_sorting_needs_no_disk(store, database, file, mount, tmp_path):
     listed = run(BIN / "flask", "account", "list", environment=environment).stdout
     assert listed.count("\n") == 60001
     run(BIN / "flask", "backup", file, environment=environment)
-    environment["FLASK_DATABASE"] = str(tmp_path / "restored.db")
+    environment["GARDENING_DATABASE"] = str(tmp_path / "restored.db")
     run(BIN / "flask", "restore", file, environment=environment)
 
 

@@ -249,7 +249,7 @@ def test_command_uses_the_settings_alone(machine, token_of_ann):
     """Not what root's shell happens to have."""
     modules = "/tmp/{sitecustomize,app,click,commands}.py"
     machine.paste(f"umask 022; tee {modules} <<<'print(\"strange\")'")
-    strange = {"FLASK_DATABASE": "other.db", "FLASK_APP": "x", "PYTHONPATH": "/tmp"}
+    strange = {"GARDENING_DATABASE": "other.db", "FLASK_APP": "x", "PYTHONPATH": "/tmp"}
     printed = machine.paste("cd /tmp && gardening token list", **strange)
     machine.paste(f"rm {modules}")
     assert " ann\n" in printed and "strange" not in printed
@@ -450,7 +450,7 @@ def elsewhere(machine, database):
     folder, drop_in = Path(database).parent, "gardening{,-backup}.service.d/folder.conf"
     machine.paste(f"rm -rf {folder}; install -d -m 700 -o gardening {folder}")
     machine.paste(f"gardening backup {BACKUPS}/here.db")
-    machine.paste("cat >> /etc/gardening.env", input=f"FLASK_DATABASE={database}\n")
+    machine.paste("cat >> /etc/gardening.env", input=f"GARDENING_DATABASE={database}\n")
     machine.paste(f"gardening restore {BACKUPS}/here.db && rm {BACKUPS}/here.db")
     machine.paste("systemctl restart gardening", status=1)  # which may not write there
     machine.paste(
@@ -556,7 +556,7 @@ def place(machine, saved_settings, request):
     elif request.param.endswith(".db"):
         with elsewhere(machine, request.param) as folder:
             # And a space at the end, which systemd ignores.
-            machine.paste("sed -i '/^FLASK_DATABASE=/s/$/ /' /etc/gardening.env")
+            machine.paste("sed -i '/^GARDENING_DATABASE=/s/$/ /' /etc/gardening.env")
             yield folder
     else:
         yield request.param
@@ -845,7 +845,7 @@ def test_projects_move_to_postgresql_and_back(machine, empty_account, saved_sett
     add_project(machine, empty_account, "Park")
     kept = curl(machine, PROJECTS, token=empty_account)
     machine.paste(backup)
-    machine.paste("sed -i /^FLASK_DATABASE=/d /etc/gardening.env")
+    machine.paste("sed -i /^GARDENING_DATABASE=/d /etc/gardening.env")
     machine.paste("cat >> /etc/gardening.env", input=settings)
     machine.paste(restore)
     machine.paste(restore, status=1)

@@ -91,7 +91,7 @@ def token_on(database, account="ann"):
 
 
 def environment_of(database):
-    return os.environ | {"FLASK_DATABASE": database}
+    return os.environ | {"GARDENING_DATABASE": database}
 
 
 @contextmanager
