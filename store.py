@@ -204,11 +204,11 @@ class Store:
             raise Stale
 
     def list_projects(self, account: str, page: Page | None = None) -> ProjectList:
-        """All Projects, oldest first, or one page of them. The same content has the same ETag."""
+        """All Projects, oldest first, or one page of them."""
         number, size, after = page or WHOLE
         offset = number * size if after is None else 0
         with self.engine.reader() as connection:
-            [(total, next_after, document)] = connection.fetch(
+            [(total, last_seq, next_after, document)] = connection.fetch(
                 connection.LIST,
                 {"account": account, "size": size, "after": after or 0, "offset": offset},
             )
@@ -216,8 +216,10 @@ class Store:
             numbers = f'"page":{number},"size":{size},"total":{total or 0}'.encode()
             document = b'{"projectList":%b,%b}' % (document, numbers)
         digest = hashlib.sha256(document)
-        # Two pages may differ in their Link alone.
-        digest.update(str(next_after).encode())
+        # Two pages may differ in their Link alone. And if a creation and a deletion led back to an
+        # old ETag, a client that has put the response to its POST into its copy of the list would
+        # never hear of the deletion.
+        digest.update(f"{next_after} {last_seq}".encode())
         return ProjectList(digest.hexdigest(), document, next_after)
 
     def add_token(

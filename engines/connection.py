@@ -28,8 +28,8 @@ class Connection(ABC):
     # account, id
     GET: str
     # account, size, after, offset: up to :size Projects with seq > :after, skipping :offset.
-    # Returns how many Projects the account has, or null if it has no row; the seq of the last one
-    # here, if more follow; and the documents as a JSON array.
+    # Returns how many Projects the account has, and its last_seq, both null if it has no row; the
+    # seq of the last Project here, if more follow; and the documents as a JSON array.
     LIST: str
     # account, id, key, fingerprint, now, limit, and each field that a caller sets
     CREATE: str

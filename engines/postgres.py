@@ -122,10 +122,13 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
         FROM project
         WHERE id = :id AND account = :account"""
     LIST = f"""
-        SELECT (SELECT project_count FROM account WHERE name = :account),
+        SELECT (SELECT project_count FROM account WHERE name = :account) AS total,
+            (SELECT last_seq FROM account WHERE name = :account) AS last_seq,
             -- The last seq of this page, unless it is the last one of all.
-            nullif(max(seq), (SELECT max(seq) FROM project WHERE account = :account)),
+            nullif(max(seq), (SELECT max(seq) FROM project WHERE account = :account))
+                AS next_after,
             convert_to(concat('[', string_agg({DOCUMENT}, ',' ORDER BY seq), ']'), 'UTF8')
+                AS document
         FROM (SELECT * FROM project WHERE account = :account AND seq > :after
             ORDER BY seq LIMIT :size OFFSET :offset) AS page"""
     # What adds or deletes Projects locks the account's row first, so that no two can deadlock. An

@@ -83,10 +83,12 @@ class SQLiteConnection(sqlite3.Connection, Connection):
         WHERE id = :id AND account = :account"""
     # json_group_array keeps the order of the rows of its subquery.
     LIST = f"""
-        SELECT (SELECT project_count FROM account WHERE name = :account),
+        SELECT (SELECT project_count FROM account WHERE name = :account) AS total,
+            (SELECT last_seq FROM account WHERE name = :account) AS last_seq,
             -- The last seq of this page, unless it is the last one of all.
-            nullif(max(seq), (SELECT max(seq) FROM project WHERE account = :account)),
-            CAST(json_group_array({DOCUMENT}) AS BLOB)
+            nullif(max(seq), (SELECT max(seq) FROM project WHERE account = :account))
+                AS next_after,
+            CAST(json_group_array({DOCUMENT}) AS BLOB) AS document
         FROM (SELECT * FROM project WHERE account = :account AND seq > :after
             ORDER BY seq LIMIT :size OFFSET :offset)"""
     # For CREATE and DELETE, the triggers of sqlite.sql count the Projects of the account.
