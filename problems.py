@@ -39,7 +39,11 @@ class ErrorResponse(NamedTuple):
 
 
 STORE_ERRORS = {
-    NotFound: ErrorResponse(404, "Your account has no Project with this id."),
+    NotFound: ErrorResponse(
+        404,
+        "Your account has no Project with this id.",
+        {"type": "urn:gardening:no-such-project"},  # a wrong address must not look like a deletion
+    ),
     Stale: ErrorResponse(
         412,
         "The ETag of the Project does not satisfy If-Match (strong ones only) or If-None-Match.",

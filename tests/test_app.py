@@ -323,6 +323,8 @@ ERRORS = [
     ("POST", PROJECTS, {"data": "{}", "content_type": "text/plain"}, 415),
     ("POST", PROJECTS, {"json": {"x": 1}}, 422),
 ]
+# A wrong address must not look like a Project that was deleted.
+TYPES = dict.fromkeys([MISSING, f"{PROJECTS}/%00%ff"], "urn:gardening:no-such-project")
 
 
 @pytest.mark.parametrize("method, target, options, status", ERRORS)
@@ -331,7 +333,7 @@ def test_error_is_a_problem_document(client, method, target, options, status):
     assert response.status_code == status
     fields = ["type", "title", "status", "detail"] + ["errors"] * (status == 422)
     assert list(json.loads(response.data)) == fields
-    assert response.json["type"] == "about:blank"
+    assert response.json["type"] == TYPES.get(target, "about:blank")
     assert "URL" not in response.json["detail"]  # the word of Werkzeug's own texts
 
 

@@ -233,7 +233,7 @@ def test_odd_path_is_not_found(tls_client):
         response = tls_client.fetch("GET", PROJECTS + rest)
         assert response[0] in (400, 404), rest
         if response[0] == 404:
-            assert_problem(response, 404)
+            assert_problem(response, 404, ["about:blank", "urn:gardening:no-such-project"])
         assert "X-Forged" not in response[1]
 
 
