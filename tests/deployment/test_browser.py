@@ -6,7 +6,7 @@ import shutil
 import pytest
 from playwright.sync_api import sync_playwright
 
-from deployment.servers.nginx import HOST, another_site
+from deployment.servers.nginx import HOST, another_site, proxy
 from helpers.running import PROJECTS, Client, gunicorn
 
 # The headless shell is the same browser without its windows, and takes less time.
@@ -87,3 +87,23 @@ def test_address_leads_to_a_page_that_calls_the_service(docs, base, token, upstr
     shown = response.locator("h5:text('Response body') + * code").inner_text()
     with Client(upstream, token) as direct:
         assert direct.call("GET", PROJECTS) == (200, [json.loads(shown)])
+
+
+READ_HEADERS = """async ([url, method]) => {
+    const response = await fetch(url, { method, headers: { Authorization: "Bearer x" } });
+    return [response.status, Object.fromEntries(response.headers)];
+}"""
+
+
+def test_page_of_a_named_origin_reads_what_a_report_needs(tab, upstream, tmp_path):
+    folders = tmp_path / "site", tmp_path / "service"
+    for folder in folders:
+        folder.mkdir()
+    with another_site(folders[0], upstream) as port:
+        origin = f"http://{HOST}:{port}"
+        tab.goto(origin)
+        with proxy(folders[1], upstream, origin=origin) as nginx:
+            url = f"https://{HOST}:{nginx.port}{PROJECTS}"
+            for method, status, name in [("GET", 401, "www-authenticate"), ("PUT", 405, "allow")]:
+                found, headers = tab.evaluate(READ_HEADERS, [url, method])
+                assert (found, {"x-request-id", name} <= {*headers}) == (status, True)

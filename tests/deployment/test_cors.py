@@ -12,7 +12,8 @@ NAMED, OTHER = "https://gardens.example.org", "https://other.example.org"
 ALLOWED = {"Authorization", "Content-Type", "If-Match", "If-None-Match"}
 ALLOWED |= {"Idempotency-Key"}
 METHODS = {"GET", "POST", "PUT", "DELETE"}
-EXPOSED = {"ETag", "Link", "Location", "Retry-After"}
+EXPOSED = {"Allow", "Deprecation", "ETag", "Link", "Location", "Retry-After", "Sunset"}
+EXPOSED |= {"WWW-Authenticate", "X-Request-Id"}
 
 
 @pytest.fixture(scope="module")
