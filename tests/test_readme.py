@@ -20,7 +20,7 @@ def test_every_setting_is_on_the_readme():
     sources = [*ROOT.glob("*.py"), *ROOT.glob("engines/*.py")]
     sources.append(ROOT / "deploy/gardening.env")
     text = "".join(source.read_text() for source in sources)
-    named = re.findall(r"\b(?:(?:FLASK|GARDENING)_[A-Z_]+|WEB_CONCURRENCY)\b", text)
+    named = re.findall(r"\b(?:GARDENING_[A-Z_]+|WEB_CONCURRENCY)\b", text)
     assert re.findall(r"(?m)^\| `([A-Z_]+)` \|", README) == sorted({*named})
 
 

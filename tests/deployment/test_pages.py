@@ -11,7 +11,8 @@ from itertools import takewhile
 
 import pytest
 
-from helpers.running import BIN, LIMIT, ROOT, blocks, flask_run, replaced, run
+from deployment.servers.oddproxy import Odd, odd_proxy
+from helpers.running import BIN, LIMIT, PROJECTS, ROOT, blocks, flask_run, replaced, run
 from helpers.testservice import call_projects, copy_service
 
 ADDRESS = "http://127.0.0.1:5000"
@@ -105,21 +106,67 @@ def test_gunicorn_starts_as_the_readme_says(clone):
 
 
 ON_THE_PAGE = ".venv/bin/pip install requests && .venv/bin/python client.py"
+CLIENTS = pytest.mark.parametrize(
+    "language, command", [("python", ON_THE_PAGE), ("js", "node client.mjs")]
+)
 
 
-@pytest.mark.parametrize("language, command", [("python", ON_THE_PAGE), ("js", "node client.mjs")])
-def test_client_prints_what_the_page_says(tmp_path, gardening, language, command):
-    """All Projects of two pages, and one of its own, though a response is lost."""
-    heading = "A client in 25 lines"
+def run_client(folder, address, token, language, command, status=0):
+    """The page's client, which has ended."""
+    heading = "A short client"
     [program], [script] = (blocks("docs/api.md", heading, each) for each in (language, "sh"))
-    (tmp_path / command.split()[-1]).write_text(program)
-    (tmp_path / ".venv").symlink_to(BIN.parent)
-    for _ in range(100):
-        call_projects(gardening.url, gardening.token, "POST", {"name": "Park"})
-    script = replaced(script, {ADDRESS: gardening.url, ON_THE_PAGE: command})
-    token = gardening.issue_token(fail=["lost"])
+    (folder / command.split()[-1]).write_text(program)
+    (folder / ".venv").symlink_to(BIN.parent)
+    script = replaced(script, {ADDRESS: address, ON_THE_PAGE: command})
     environment = os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}"}
     pasted = f"TOKEN={token}\n{script}"
-    printed = run("sh", "-e", folder=tmp_path, environment=environment, input=pasted)
-    assert printed.stdout.splitlines()[-101:] == ["Park 1"] * 100 + ["City park 2"]
+    return run("sh", "-e", folder=folder, environment=environment, input=pasted, status=status)
+
+
+@CLIENTS
+def test_client_prints_what_the_page_says(tmp_path, gardening, language, command):
+    """All Projects of two pages, and one of its own, though a response is lost."""
+    for _ in range(100):
+        call_projects(gardening.url, gardening.token, "POST", {"name": "Park"})
+    token = gardening.issue_token(fail=["lost"])
+    printed = run_client(tmp_path, gardening.url, token, language, command).stdout
+    assert printed.splitlines()[-101:] == ["Park 1"] * 100 + ["City park 2"]
     assert gardening.left(token) == []
+
+
+@pytest.fixture
+def elsewhere(gardening):
+    """Another origin, and what it is asked."""
+    asked = []
+    with odd_proxy(gardening.url, lambda method, _: asked.append(method)) as address:
+        yield address, asked
+
+
+@CLIENTS
+def test_client_follows_no_link_but_next(tmp_path, gardening, elsewhere, language, command):
+    address, asked = elsewhere
+    for _ in range(100):
+        call_projects(gardening.url, gardening.token, "POST", {"name": "Park"})
+    link = f'<{address}/policy>; rel="deprecation"'
+    with odd_proxy(gardening.url, lambda *_: None, link) as proxy:
+        printed = run_client(tmp_path, proxy, gardening.token, language, command).stdout
+    assert printed.splitlines()[-101:] == ["Park 1"] * 100 + ["City park 2"]
+    assert asked == []
+
+
+@CLIENTS
+@pytest.mark.parametrize("odd", ["link", "redirect", "no redirect"])
+def test_client_sends_the_token_nowhere_else(
+    tmp_path, gardening, elsewhere, language, command, odd
+):
+    """And a change that was redirected does not count as made."""
+    address, asked = elsewhere
+    link = f'<{address}{PROJECTS}>; rel="next"' if odd == "link" else None
+    redirect = Odd(307 if odd == "redirect" else 300, location=address + PROJECTS)
+
+    def choose(method, _):
+        return redirect if method == "PUT" and not link else None
+
+    with odd_proxy(gardening.url, choose, link) as proxy:
+        run_client(tmp_path, proxy, gardening.token, language, command, status=1)
+    assert asked == []
