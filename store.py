@@ -148,7 +148,8 @@ class Store:
                 connection.lock_account(account)
                 outcome = outcome_of_key(connection, account, key, fingerprint)
             if outcome is None:
-                outcome = insert_project(connection, parameters)
+                rows = connection.create(parameters)
+                outcome = Project(*rows[0]) if rows else AccountFull(self._max_projects)
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
@@ -348,13 +349,6 @@ def outcome_of_key(
         return KeyReused()
     [project] = connection.fetch(connection.GET, {"account": account, "id": id})
     return Project(*project)
-
-
-def insert_project(connection: Connection, parameters: Parameters) -> Project | AccountFull:
-    """Add a Project, if the account has room."""
-    has_room = connection.count_before_create(parameters)
-    rows = connection.fetch(connection.CREATE, parameters) if has_room else []
-    return Project(*rows[0]) if rows else AccountFull(parameters["limit"])
 
 
 def spend_key(connection: Connection, account: str, key: str) -> None:

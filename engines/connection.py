@@ -67,12 +67,9 @@ class Connection(ABC):
         By default, nobody can: `begin` has locked them out.
         """
 
-    def count_before_create(self, parameters: Parameters) -> bool:
-        """Count the Project that CREATE adds next, with these parameters in the same transaction.
-
-        False if the account is full. By default, CREATE does all of this.
-        """
-        return True
+    def create(self, parameters: Parameters) -> Rows:
+        """Run CREATE, which also counts the Project. Returns no row if the account is full."""
+        return self.fetch(self.CREATE, parameters)
 
     def extend_timeouts(self) -> None:
         """Let the transaction take as long as an operator waits. By default, nothing limits it."""

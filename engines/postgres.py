@@ -290,9 +290,9 @@ class ClusterConnection(PostgreSQLConnection):
         FROM account WHERE name = :account
         RETURNING id, {ETAG}, convert_to({DOCUMENT}, 'UTF8')"""
 
-    def count_before_create(self, parameters: Parameters) -> bool:
-        # Within CREATE, this would make a two-phase commit on every node.
-        return bool(self.fetch(COUNT_PROJECT, parameters))
+    def create(self, parameters: Parameters) -> Rows:
+        # Within CREATE, counting would make a two-phase commit on every node.
+        return super().create(parameters) if self.fetch(COUNT_PROJECT, parameters) else []
 
     def commit(self) -> None:
         try:
