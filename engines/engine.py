@@ -62,8 +62,7 @@ class Engine(ABC):
             if creates and (path := self.file.path_to_create()):
                 create_folder_of(path)
                 create_empty(path)
-            connection = self.open_connection()
-            is_new = self._migrate(connection, creates)
+            connection, is_new = self._open_migrated(creates)
         except BaseException as error:
             if outage := self.translate_error(error, may_have_committed=False):
                 raise outage from error
@@ -111,21 +110,21 @@ class Engine(ABC):
                 acquisition.may_have_committed = True
                 yield connection
 
-    def _migrate(self, connection: Connection, creates: bool = False) -> bool:
-        """Let the engine's first connection bring the tables up to date.
+    def _open_migrated(self, creates: bool = False) -> tuple[Connection, bool]:
+        """A new connection, and whether it has created the tables. Raises as `open_connection` does.
 
-        Returns whether it has created them. Closes the connection after an error, which is one that
-        `open_connection` may raise.
+        The engine's first connection brings them up to date.
         """
+        connection = self.open_connection()
         if self._is_migrated:
-            return False
+            return connection, False
         try:
             found = connection.migrate(creates)
         except BaseException:
             connection.close()
             raise
         self._is_migrated = True
-        return found == EMPTY
+        return connection, found == EMPTY
 
     def acquire(self) -> Connection:
         """An idle connection, or a new one. Raises as `open_connection` does."""
@@ -134,9 +133,7 @@ class Engine(ABC):
             try:
                 connection = idle.pop()
             except IndexError:  # none is left; other threads take some, too
-                connection = self.open_connection()
-                self._migrate(connection)
-                return connection
+                return self._open_migrated()[0]
             connection.start_deadline()
             if connection.is_usable():
                 return connection
