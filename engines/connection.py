@@ -61,11 +61,9 @@ class Connection(ABC):
         """Whether an idle connection can serve another request."""
         return True
 
+    @abstractmethod
     def lock_account(self, account: str) -> None:
-        """Let nobody else add or delete its Projects until the transaction ends.
-
-        By default, nobody can: `begin` has locked them out.
-        """
+        """Let nobody else add or delete its Projects until the transaction ends."""
 
     def create(self, parameters: Parameters) -> Rows:
         """Run CREATE, which also counts the Project. Returns no row if the account is full."""
@@ -110,8 +108,9 @@ class Connection(ABC):
     def stream(self, sql: str) -> Generator[Any]:
         """The rows of a statement, one by one, without holding all of them in memory."""
 
+    @abstractmethod
     def lock_out_writers(self) -> None:
-        """Let nobody else add anything until the transaction ends. By default, nobody can."""
+        """Let nobody else add anything until the transaction ends."""
 
     @abstractmethod
     def insert(self, table: str, columns: Iterable[str], rows: Iterable[Any]) -> None:

@@ -148,6 +148,12 @@ class SQLiteConnection(sqlite3.Connection, Connection):
             self.executescript(";".join(("BEGIN IMMEDIATE", *scripts, *marks, "COMMIT")))
         return found
 
+    # BEGIN IMMEDIATE has locked all others out.
+
+    def lock_account(self, account: str) -> None: ...
+
+    def lock_out_writers(self) -> None: ...
+
     def begin_snapshot(self) -> None:
         self.execute("BEGIN")
 
