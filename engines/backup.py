@@ -88,16 +88,17 @@ def restore(engine: Engine, path: str) -> Restored:
     """
     path = os.path.abspath(path)
     try:
-        with scratch(engine.file.folder) as folder, closing(SQLite(f"{folder}/copy")) as copy:
-            copy_file(path, f"{folder}/copy")  # which the engine opens at its first use
-            # Only now, so that a file that is not a backup creates nothing.
-            if file := engine.file.path_to_create():
-                create_folder_of(file)
-                # An interrupted restore must not leave an empty database: the service would start
-                # on it.
-                return Restored(True, *write_file(copy, file))
-            is_new = engine.open_database(creates=True)
-            return Restored(is_new, *copy_rows(copy, engine))
+        with scratch(engine.file.folder) as folder:
+            # First, so that a file that is no backup creates nothing.
+            copy_file(path, f"{folder}/copy")
+            with closing(SQLite(f"{folder}/copy")) as source:  # its first use migrates it
+                if file := engine.file.path_to_create():
+                    create_folder_of(file)
+                    # An interrupted restore must not leave an empty database: the service would
+                    # start on it.
+                    return Restored(True, *write_file(source, file))
+                is_new = engine.open_database(creates=True)
+                return Restored(is_new, *copy_rows(source, engine))
     except OSError as error:
         raise Unavailable(f"{error.strerror}: {error.filename or engine.name}") from error
     except UnicodeDecodeError as error:  # an error of SQLite whose message is not UTF-8
@@ -111,18 +112,18 @@ def write_file(source: Engine, path: str) -> Sequence[int]:
 
     Returns the numbers of accounts, Projects and tokens.
     """
-    # The copy is first written in a folder of its own, since the engine leaves a -lock beside it.
+    # It is first written in a folder of its own, since the engine leaves a -lock beside it.
     with (
         new_file(path) as partial,
         scratch(os.path.dirname(partial)) as folder,
-        closing(SQLite(f"{folder}/copy")) as copy,
+        closing(SQLite(f"{folder}/new")) as new,
     ):
-        copy.open_database(creates=True)
+        new.open_database(creates=True)
         try:
-            counts = copy_rows(source, copy)
-        except OutcomeUnknown as error:  # of the copy, which nobody will see
+            counts = copy_rows(source, new)
+        except OutcomeUnknown as error:  # of the new database, which nobody will see
             raise Unavailable(str(error)) from error
-        copy.save(partial)
+        new.save(partial)
     return counts
 
 
