@@ -98,21 +98,16 @@ class DatabaseFile:
         """
         if self._id:
             return None
-        if self._has_orphan():
-            # SQLite would delete it, and with it the last writes that were acknowledged.
-            raise Unavailable(f"{self._wal} has no database beside it; move it away first")
+        # In this order, since a process that creates the two makes the file first.
+        has_wal = os.path.exists(self._wal)
         if os.path.exists(self.path):
             return None
+        if has_wal:
+            # SQLite would delete it, and with it the last writes that were acknowledged.
+            raise Unavailable(f"{self._wal} has no database beside it; move it away first")
         if os.path.islink(self.path):  # to a disk that is not mounted, perhaps
             raise Unavailable(f"a link that leads to no file: {self.path}")
         return self.path
-
-    def _has_orphan(self) -> bool:
-        """Whether there is a -wal whose database file is gone.
-
-        It asks in this order, since a process that creates the two makes the file first.
-        """
-        return os.path.exists(self._wal) and not os.path.exists(self.path)
 
     def check_identity(self, outage: type[Unavailable] = Unavailable) -> None:
         """Raise this outage if the name leads to no file, or to another than the first one."""
