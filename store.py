@@ -117,10 +117,6 @@ class Store:
         self._clock = clock
         self._max_projects = max_projects
 
-    def close(self) -> None:
-        """Close the idle connections. The store can still be used, and opens new ones."""
-        self.engine.close()
-
     def check(self) -> None:
         """Raises Unavailable if the database cannot be read now."""
         self.engine.check()

@@ -24,7 +24,7 @@ pytest.register_assert_rewrite("deployment.servers", "helpers")
 from app import create_app
 from auth import digest
 from helpers.openapi import CheckedClient
-from helpers.running import MEMORY, PROJECTS, environment_of, store_on, token_on
+from helpers.running import MEMORY, PROJECTS, closing_store, environment_of, token_on
 from helpers.stores import is_sqlite, plain_sql_on
 
 pytest_plugins = ["testservice.gardening_service.fixtures"]
@@ -52,9 +52,9 @@ def open_store(database):
     with ExitStack() as stores:
 
         def open_store(database=database, clock=time.time):
-            store = stores.enter_context(closing(store_on(database, clock)))
+            store = stores.enter_context(closing_store(database, clock))
             store.engine.open_database(creates=True)
-            store.close()
+            store.engine.close()
             return store
 
         yield open_store
@@ -104,7 +104,7 @@ def app(database):
     app.wsgi_app = validator(app.wsgi_app)  # PEP 3333
     app.extensions["store"].engine.open_database(creates=True)
     yield app
-    app.extensions["store"].close()
+    app.extensions["store"].engine.close()
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def project_url(project):
 @pytest.fixture
 def environment(database):
     """The environment of a process that serves the database, which it creates."""
-    with closing(store_on(database)) as store:
+    with closing_store(database) as store:
         store.engine.open_database(creates=True)
     return environment_of(database)
 

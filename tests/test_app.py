@@ -441,8 +441,8 @@ def databases(folder):
 
 def open_app(config=None):
     """An application, after the creation of its database."""
-    with closing(create_app(config).extensions["store"]) as store:
-        store.engine.open_database(creates=True)
+    with closing(create_app(config).extensions["store"].engine) as engine:
+        engine.open_database(creates=True)
 
 
 def test_config_goes_before_the_environment(folder, monkeypatch):

@@ -22,7 +22,7 @@ from engines.errors import Unavailable
 from engines.files import new_file
 from engines.migrations import APPLICATION_ID, SCHEMA_VERSION
 from helpers.later_release import copy_later_release
-from helpers.running import BIN, LIMIT, POINT, ROOT, environment_of, run, store_on, wait_for
+from helpers.running import BIN, LIMIT, POINT, ROOT, closing_store, environment_of, run, wait_for
 from helpers.stores import fetch, is_sqlite
 from helpers.testservice import copy_service
 from store import KeyReused, KeySpent, Page
@@ -77,14 +77,14 @@ def file(tmp_path):
 @pytest.fixture
 def target_store(target):
     """A store on the target, which has opened and created nothing yet."""
-    with closing(store_on(target)) as target_store:
+    with closing_store(target) as target_store:
         yield target_store
 
 
 def run_command(database, *arguments, status=0):
     """What the command prints, errors included."""
     app = create_app({"DATABASE": database})
-    with closing(app.extensions["store"]):
+    with closing(app.extensions["store"].engine):
         ended = app.test_cli_runner().invoke(args=arguments)
     assert ended.exit_code == status, ended.output
     return ended.output
@@ -292,7 +292,7 @@ def test_bad_backup_is_refused_in_one_line(filled, target, target_store, tmp_pat
 def filled(tmp_path_factory):
     """A backup with something in each table."""
     folder = tmp_path_factory.mktemp("filled")
-    with closing(store_on(str(folder / "gardening.db"))) as store:
+    with closing_store(str(folder / "gardening.db")) as store:
         store.engine.open_database(creates=True)
         id = store.create_project("ann", {"name": "Park", "location": POINT}, "key").id
         for _ in range(60):
@@ -315,7 +315,7 @@ def test_damaged_backup_is_refused_or_can_be_read(filled, tmp_path):
         start, length = choose(len(good)), choose(1, 200)
         damage = bytes(choose(256) for _ in range(length))
         file.write_bytes((good[:start] + damage + good[start + length :])[: len(good)])
-        with closing(store_on(str(tmp_path / f"{number}-restored.db"))) as store:
+        with closing_store(str(tmp_path / f"{number}-restored.db")) as store:
             try:
                 restore(store.engine, str(file))
             except BadBackup as error:
@@ -373,7 +373,7 @@ def test_restore_only_reads_the_file(target, tmp_path):
     """Even a plain copy, whose -wal holds what is new."""
     file, copy = str(tmp_path / "source.db"), tmp_path / "copy"
     copy.mkdir()
-    with closing(store_on(file)) as store:
+    with closing_store(file) as store:
         store.engine.open_database(creates=True)
         store.create_project("ann", {"name": "Park"})
         for suffix in ("", "-wal"):
@@ -474,7 +474,7 @@ def test_backup_knows_every_column(plain_sql, open_store):
 
 
 def test_database_in_memory_is_backed_up(file, target_store):
-    with closing(store_on(":memory:")) as store:
+    with closing_store(":memory:") as store:
         store.create_project("ann", {"name": "Park"})
         backup(store.engine, file)
     restore(target_store.engine, file)
@@ -509,7 +509,7 @@ def test_backup_may_have_any_name(source, database, target, tmp_path, monkeypatc
 def test_backup_can_be_served_directly(store, file):
     store.create_project("ann", {})
     backup(store.engine, file)
-    with closing(store_on(file)) as copy:
+    with closing_store(file) as copy:
         before = copy.list_projects("ann").etag
         assert fetch(copy, "PRAGMA journal_mode") == [("wal",)]
         id = copy.create_project("ann", {}).id

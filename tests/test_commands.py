@@ -84,11 +84,11 @@ def test_command_creates_no_database(database, tmp_path, monkeypatch, words):
 
 def test_database_is_created_on_purpose_and_said(database):
     app = create_app({"DATABASE": database})
-    with closing(app.extensions["store"]) as store:
+    with closing(app.extensions["store"].engine) as engine:
         commands = app.test_cli_runner()
         created = commands.invoke(args=["init-db"])
         assert (created.exit_code, created.stdout) == (0, "")
-        assert created.stderr == f"A new database: {store.engine.name}\n"
+        assert created.stderr == f"A new database: {engine.name}\n"
         again = commands.invoke(args=["init-db"])
         assert (again.exit_code, again.output) == (0, "")
         assert commands.invoke(args=["token", "create", "ann"]).exit_code == 0
@@ -137,7 +137,8 @@ def test_note_is_restored_as_it_is(command, another_database, tmp_path):
             row = ("ann", note.encode(), 2**62, note)
             edited.execute("INSERT INTO token VALUES (NULL, ?, ?, ?, NULL, ?)", row)
     app = create_app({"DATABASE": another_database})
-    with closing(app.extensions["store"]) as target:
+    target = app.extensions["store"]
+    with closing(target.engine):
         commands = app.test_cli_runner()
         assert commands.invoke(args=["restore", str(tmp_path / "backup.db")]).exit_code == 0
         notes = [token.note for token in target.list_tokens("ann")]

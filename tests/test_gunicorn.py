@@ -6,7 +6,7 @@ import re
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,10 +20,10 @@ from helpers.running import (
     ROOT,
     TWO_WORKERS,
     Client,
+    closing_store,
     environment_of,
     gunicorn,
     run,
-    store_on,
     token_on,
 )
 
@@ -148,7 +148,7 @@ def log(shared, shared_token):
 
 
 def test_access_log_has_a_line_for_each_request(log, shared, shared_token):
-    with closing(store_on(shared.database)) as store:
+    with closing_store(shared.database) as store:
         caller = f"ann/{store.list_tokens()[-1].id}"
     called = f"GET {PROJECTS}?page=0 HTTP/1.1\r\nX-Request-Id: 7f\r\n"
     lines = log(

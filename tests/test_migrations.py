@@ -38,7 +38,7 @@ def older(store, plain_sql):
     store.create_project("bob é", {"name": "Grüße 😀"})
     store.add_token("ann", b"1", days=1)
     plain_sql.execute(f"INSERT INTO part VALUES ('p', '{id}', 'zone', 'ann')")
-    store.close()
+    store.engine.close()
     return plain_sql
 
 

@@ -18,12 +18,12 @@ from helpers.running import (
     ROOT,
     TWO_WORKERS,
     Client,
+    closing_store,
     environment_of,
     flask_run,
     gunicorn,
     replaced,
     run,
-    store_on,
     wait_for,
     workers,
 )
@@ -83,7 +83,7 @@ def test_newcomers_command_leads_a_shell_to_the_same_database(tmp_path):
         assert introduction.endswith(" In another terminal, in this folder, run:\n")
         assert f" '{folder}/bin/python' -m flask token create" in command
         run("sh", "-c", command, environment=os.environ)
-    with closing(store_on(str(tmp_path / "My database.db"))) as store:
+    with closing_store(str(tmp_path / "My database.db")) as store:
         assert [token.account for token in store.list_tokens()] == ["ACCOUNT"]
 
 

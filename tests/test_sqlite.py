@@ -6,7 +6,7 @@ import re
 import sqlite3
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,7 +17,7 @@ from engines.backup import backup, restore
 from engines.breaker import Breaker
 from engines.errors import OutcomeUnknown, Unavailable
 from engines.sqlite import SQLite, SQLiteConnection
-from helpers.running import LIMIT, at_once, retry_while_unavailable, run, store_on, wait_for
+from helpers.running import LIMIT, at_once, closing_store, retry_while_unavailable, run, wait_for
 from helpers.stores import (
     REFUSED_BY_BREAKER,
     fails,
@@ -29,7 +29,6 @@ from helpers.stores import (
     refusal,
     result_after_unlock,
 )
-from store import Store
 
 REPLACED = "^the database file was replaced; restart the service: {}$"
 
@@ -128,16 +127,15 @@ def test_stores_may_create_a_missing_file_at_once(tmp_path):
     """Often, as a window between two looks at it is small."""
     for number in range(40):
         path = str(tmp_path / f"{number}.db")
-        stores = [store_on(path) for _ in range(12)]
+        with ExitStack() as opened:
+            stores = [opened.enter_context(closing_store(path)) for _ in range(12)]
 
-        def start(number, stores=stores):
-            stores[number].engine.open_database(creates=True)
-            stores[number].create_project("ann", {})
+            def start(number, stores=stores):
+                stores[number].engine.open_database(creates=True)
+                stores[number].create_project("ann", {})
 
-        at_once(start, 12)
-        assert len(listed(stores[0])) == 12
-        for store in stores:
-            store.close()
+            at_once(start, 12)
+            assert len(listed(stores[0])) == 12
 
 
 def test_file_is_durable_and_private(store, database, plain_sql):
@@ -149,7 +147,7 @@ def test_file_is_durable_and_private(store, database, plain_sql):
 
 @pytest.mark.parametrize("name", ["odd ?%20#&.db", "grün.db", "file:x?mode=ro"])
 def test_path_may_hold_any_character(tmp_path, name):
-    with closing(Store(SQLite(str(tmp_path / name)))) as store:
+    with closing_store(str(tmp_path / name)) as store:
         store.engine.open_database(creates=True)
         store.create_project("ann", {})
     assert (tmp_path / name).stat().st_size > 0
@@ -172,10 +170,10 @@ def test_refused_file_is_left_to_the_byte(tmp_path, statement):
 def test_database_may_have_a_link_for_its_name(tmp_path):
     link, file = tmp_path / "link.db", tmp_path / "file.db"
     link.symlink_to(file.name)
-    with closing(Store(SQLite(str(file)))) as store:
+    with closing_store(str(file)) as store:
         store.engine.open_database(creates=True)
         store.create_project("ann", {})
-    with closing(Store(SQLite(str(link)))) as store:
+    with closing_store(str(link)) as store:
         assert len(listed(store)) == 1
     assert sorted(os.listdir(tmp_path)) == ["file.db", "file.db-lock", "link.db"]
 
@@ -271,7 +269,7 @@ def test_database_that_another_process_creates_is_not_taken_for_a_lost_one(tmp_p
 @pytest.mark.parametrize("is_idle", [True, False])
 def test_lost_file_is_unavailable_and_not_replaced(store, park, database, is_idle):
     if not is_idle:
-        store.close()
+        store.engine.close()
     os.rename(database, f"{database}-away")
     for use in (store.check, lambda: store.create_project("ann", {})):
         with pytest.raises(Unavailable):
@@ -318,18 +316,18 @@ def test_write_that_met_the_removal_of_its_file_is_in_doubt(store, park, databas
 
 def test_memory_is_shared_by_threads_and_by_nobody_else(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with closing(Store(SQLite(":memory:"))) as store:
+    with closing_store(":memory:") as store:
         at_once(lambda _: [store.create_project("ann", {}) for _ in range(20)])
-        store.close()  # after which the database is still there
+        store.engine.close()  # after which the database is still there
         assert len(listed(store)) == 160
-        with closing(Store(SQLite(":memory:"))) as other:
+        with closing_store(":memory:") as other:
             assert listed(other) == []
     assert list(tmp_path.iterdir()) == []
 
 
 def test_reader_holds_no_writer_of_a_database_in_memory_up_for_too_short_a_time():
     """Where SQLite lets nobody write meanwhile, a writer waits for longer than for a file."""
-    with closing(Store(SQLite(":memory:"))) as store, ThreadPoolExecutor() as pool:
+    with closing_store(":memory:") as store, ThreadPoolExecutor() as pool:
         store.create_project("ann", {})
         with store.engine.snapshot() as connection:
             connection.fetch("SELECT id FROM project", {})
@@ -410,7 +408,7 @@ def test_writer_that_did_not_have_to_wait_lets_the_next_one_try(
 
 def test_lock_that_stops_readers_is_waited_for_once(store, park, plain_sql):
     plain_sql.execute("PRAGMA locking_mode = EXCLUSIVE")
-    store.close()  # or the other program could not have it alone
+    store.engine.close()  # or the other program could not have it alone
     plain_sql.execute("UPDATE account SET last_seq = 1")
     for at_least, reason in [(1, "database is locked"), (0, REFUSED_BY_BREAKER)]:
         with lasts(at_least, at_least + 1), fails(Unavailable, reason):
@@ -448,7 +446,7 @@ def test_lock_that_cannot_be_opened_is_named(open_store):
     with TemporaryDirectory(dir="/var/tmp") as folder:
         os.chmod(folder, 0o777)
         database = f"{folder}/gardening.db"
-        open_store(database).close()
+        open_store(database).engine.close()
         os.chmod(database, 0o666)
         os.chmod(f"{database}-lock", 0)
         printed = attempt(database, "os.geteuid() or os.setuid(65534); write(store)")
@@ -478,7 +476,7 @@ def test_file_in_a_folder_that_cannot_be_written_to_is_unavailable(open_store):
     """SQLite needs a -shm there, and would say that the file is read-only."""
     with TemporaryDirectory(dir="/var/tmp") as folder:
         database = f"{folder}/gardening.db"
-        open_store(database).close()  # and has no -shm
+        open_store(database).engine.close()  # and has no -shm
         os.chmod(database, 0o444)
         os.chmod(folder, 0o555)
         not_as_root = "os.geteuid() or os.setuid(65534)"
@@ -504,7 +502,7 @@ def test_write_that_failed_before_it_was_sent_was_not_made(database, store):
 
 @pytest.mark.parametrize("kept", [0, 100])  # bytes: none, or those of its header
 def test_damaged_file_is_unavailable_until_it_is_repaired(store, park, database, kept):
-    store.close()
+    store.engine.close()
     with open(database, "r+b") as file:
         good = file.read()
         file.seek(kept)

@@ -513,7 +513,7 @@ def test_connection_is_opened_at_the_first_use_and_kept_until_close(open_store):
         store.create_project("ann", {})
         store.list_projects("ann")
     assert open_files() == opened
-    store.close()
+    store.engine.close()
     assert open_files() == before
 
 
@@ -564,7 +564,7 @@ import os, sys
 from helpers.running import store_on
 store = store_on(sys.argv[1])
 store.create_project("ann", {})
-store.close()
+store.engine.close()
 if os.fork():
     assert os.wait()[1] == 0
 store.create_project("ann", {})
@@ -595,6 +595,6 @@ def test_fork_after_the_last_connection_was_closed_may_use_the_database(store, d
 def test_check_reads_the_database(store, plain_sql):
     store.check()
     plain_sql.execute("ALTER TABLE token RENAME TO lost")
-    store.close()  # PostgreSQL's prepared statements
+    store.engine.close()  # PostgreSQL's prepared statements
     with pytest.raises(Exception, match="token"):
         store.check()

@@ -27,11 +27,11 @@ from helpers.running import (
     ROOT,
     TWO_WORKERS,
     Client,
+    closing_store,
     environment_of,
     gunicorn,
     retry_while_unavailable,
     run,
-    store_on,
     token_on,
     wait_for,
 )
@@ -59,7 +59,7 @@ def spread(url, status=0):
 def nodes(cluster):
     """The URLs of a database whose tables are spread, at each node."""
     urls = cluster.create_database("gardening")
-    with closing(store_on(urls[0])) as store:
+    with closing_store(urls[0]) as store:
         store.engine.open_database(creates=True)
     spread(urls[0])
     return urls
@@ -73,8 +73,8 @@ def client_at():
         def client_at(url, account="ann"):
             app = create_app({"DATABASE": url})
             app.test_client_class = CheckedClient
-            store = stores.enter_context(closing(app.extensions["store"]))
-            store.engine.open_database(creates=True)
+            store = app.extensions["store"]
+            stores.enter_context(closing(store.engine)).open_database(creates=True)
             token = secrets.token_hex()
             store.add_token(account, digest(token))
             client = app.test_client()
@@ -180,18 +180,18 @@ def test_node_that_is_down_takes_only_its_accounts_along(cluster, nodes, client_
                 assert response.json["type"] == "about:blank"  # nothing was changed
             assert clients[1].get(PROJECTS).json[0] == before[1]
             assert clients[1].post(PROJECTS, json={}).status_code == 201
-        with closing(store_on(nodes[0])) as store, fails(Unavailable):
+        with closing_store(nodes[0]) as store, fails(Unavailable):
             store.add_token("ann", b"new")
         assert "Run this again when all nodes are up" in spread(nodes[0], status=3)
     finally:
         lost.invoke("pg_ctl", "start")
-    with closing(store_on(nodes[0])) as store:
+    with closing_store(nodes[0]) as store:
         retry_while_unavailable(store.add_token, "ann", b"new")
     assert clients[0].get(PROJECTS).json == [before[0]]
 
 
 def test_session_that_a_node_has_lost_is_an_outage(nodes):
-    with closing(store_on(nodes[0])) as store:
+    with closing_store(nodes[0]) as store:
         store.add_token("ann", b"before")
         for url in nodes[1:]:
             execute(url, f"SELECT pg_terminate_backend(pid) {BACKENDS}")
@@ -260,7 +260,7 @@ def issue_everywhere(urls):
     """The ids of tokens that were issued through each node."""
     ids = []
     for url in urls:
-        with closing(store_on(url)) as store:
+        with closing_store(url) as store:
             ids.append(store.add_token("bob é", secrets.token_bytes()))
     return ids
 
@@ -268,7 +268,7 @@ def issue_everywhere(urls):
 def test_filled_database_is_spread_and_moves_to_either_engine(cluster, tmp_path):
     urls = cluster.create_database("older")
     file, found = str(tmp_path / "backup.db"), []
-    with closing(store_on(urls[0])) as store:
+    with closing_store(urls[0]) as store:
         store.engine.open_database(creates=True)
         for account, key in [("ann", "key"), ("ann", None), ("bob é", None)]:
             store.create_project(account, {"name": "Grüße 😀"}, key)
@@ -276,17 +276,17 @@ def test_filled_database_is_spread_and_moves_to_either_engine(cluster, tmp_path)
         issue_everywhere(urls[:2])
         backup(store.engine, file)
     new = cluster.create_database("new")
-    with closing(store_on(new[0])) as store:
+    with closing_store(new[0]) as store:
         store.engine.open_database(creates=True)
     spread(new[0])
     for target in (str(tmp_path / "gardening.db"), new[2]):
-        with closing(store_on(target)) as store:
+        with closing_store(target) as store:
             restore(store.engine, file)
     issue_everywhere(new[2:])  # the node that the restore went through
-    with closing(store_on(new[0])) as store:
+    with closing_store(new[0]) as store:
         store.revoke_token(max(token.id for token in store.list_tokens()))
     for url in (urls[1], str(tmp_path / "gardening.db"), new[0], new[1]):
-        with closing(store_on(url)) as store:
+        with closing_store(url) as store:
             documents = [store.list_projects(each).document for each in ("ann", "bob é")]
             lists = [json.loads(document) for document in documents]
             found.append((lists, store.list_accounts(), store.list_tokens()))
@@ -302,13 +302,13 @@ def test_filled_database_is_spread_and_moves_to_either_engine(cluster, tmp_path)
         assert not set(ids) & set(issued)
         ids += issued
         # The highest of each node, which no other token must get.
-        with closing(store_on(new[0])) as store:
+        with closing_store(new[0]) as store:
             assert all(store.revoke_token(id) for id in issued)
 
 
 def test_node_that_is_added_issues_tokens_before_accounts_move_to_it(cluster):
     urls = cluster.create_database("growing", nodes=2)
-    with closing(store_on(urls[0])) as store:
+    with closing_store(urls[0]) as store:
         store.engine.open_database(creates=True)
     spread(urls[0])
     urls.append(cluster.add_to("growing", 2))
@@ -320,7 +320,7 @@ def test_node_that_is_added_issues_tokens_before_accounts_move_to_it(cluster):
 def test_tables_are_spread_once_and_only_on_a_cluster(cluster, nodes):
     alone = cluster.nodes[0].create_database()
     assert "There are no tables here" in spread(alone, status=3)
-    with closing(store_on(alone)) as store:
+    with closing_store(alone) as store:
         store.engine.open_database(creates=True)
     assert "This database is not on a cluster" in spread(alone, status=3)
     shards = "SELECT * FROM citus_shards ORDER BY shardid"
@@ -328,13 +328,13 @@ def test_tables_are_spread_once_and_only_on_a_cluster(cluster, nodes):
     execute(nodes[1], "COMMENT ON TABLE project IS NULL")
     spread(nodes[0])
     assert execute(nodes[0], shards) == before
-    with closing(store_on(nodes[1])) as store:
+    with closing_store(nodes[1]) as store:
         store.check()
 
 
 def test_next_schema_version_goes_through_the_coordinator(cluster, tmp_path):
     urls = cluster.create_database("next")
-    with closing(store_on(urls[0])) as store:
+    with closing_store(urls[0]) as store:
         store.engine.open_database(creates=True)
         spread(urls[0])
         id = store.create_project("ann", {}).id
@@ -351,5 +351,5 @@ def test_next_schema_version_goes_through_the_coordinator(cluster, tmp_path):
     assert execute(urls[0], shards) > [(1,)]
     execute(urls[0], "DELETE FROM project WHERE account = 'ann'")
     assert execute(urls[2], "SELECT * FROM plot") == []
-    with closing(store_on(urls[1])) as store, fails(Unavailable, "newer release"):
+    with closing_store(urls[1]) as store, fails(Unavailable, "newer release"):
         store.check()

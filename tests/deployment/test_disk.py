@@ -37,7 +37,7 @@ def test_write_that_the_disk_failed_to_sync_is_in_doubt(store, park, database, k
 
 
 def test_command_says_that_its_outcome_is_unknown(store, database):
-    store.close()
+    store.engine.close()
     environment = environment_of(database)
     fault = [*STRACE, "inject=fdatasync,fsync:error=EIO"]
     command = [*fault, BIN / "flask", "token", "create", "ann"]
@@ -111,7 +111,7 @@ def test_plain_copy_in_a_folder_that_cannot_be_written_to_is_restored_if_it_can_
     disk = tmp_path / "disk"
     mount(disk, "1m")
     if suffixes == [""]:
-        store.close()
+        store.engine.close()
     Path(f"{database}-journal").write_bytes(HOT_JOURNAL)
     for suffix in suffixes:
         shutil.copy(database + suffix, f"{disk}/copy.db{suffix}")

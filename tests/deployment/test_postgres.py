@@ -25,6 +25,7 @@ from helpers.running import (
     LIMIT,
     PROJECTS,
     at_once,
+    closing_store,
     environment_of,
     retry_while_unavailable,
     run,
@@ -171,7 +172,7 @@ def test_wrong_password_is_refused(database):
 @pytest.fixture
 def cluster_store(store, database):
     """A store that talks to the server as to a cluster."""
-    with closing(store_on(database)) as cluster_store:
+    with closing_store(database) as cluster_store:
         cluster_store.engine._connection_class = ClusterConnection
         yield cluster_store
 
@@ -200,7 +201,7 @@ def test_ids_of_tokens_go_on_in_the_range_of_the_node(cluster_store, database, a
     """A restore brings those of the next node as well, which begin with this one's maximum."""
     first, next_node = 2 << 48, 3 << 48
     file = f"{another_database}-backup"
-    with closing(store_on(another_database)) as source:
+    with closing_store(another_database) as source:
         source.engine.open_database(creates=True)
         for number, id in enumerate([7, first + 5, next_node]):
             source.add_token("ann", b"%d" % number)
@@ -363,7 +364,7 @@ def test_parameter_of_the_url_overrides_the_default(database, name):
     default, other = OPTIONS[name]
     given = {"client_encoding": "latin1"}.get(name, other)
     for query, expected in [("", default), (f"?{name}={given}", other)]:
-        with closing(store_on(database + query)) as store:
+        with closing_store(database + query) as store:
             store.engine.open_database(creates=True)
             with store.engine.reader() as connection:
                 assert connection.info.get_parameters()[name] == expected
@@ -394,7 +395,7 @@ def slow_proxy(database, seconds):
 
 
 def test_url_may_allow_more_time_to_connect(database, store):
-    with slow_proxy(database, 4.6) as url, closing(store_on(f"{url}?connect_timeout=20")) as slow:
+    with slow_proxy(database, 4.6) as url, closing_store(f"{url}?connect_timeout=20") as slow:
         assert slow.list_tokens() == []
         slow.create_project("ann", {})
 
@@ -532,7 +533,7 @@ def test_table_of_an_extension_is_none_of_another_program(database, open_store):
     execute(database, "CREATE TABLE spatial_ref_sys (srid int)")
     execute(database, "ALTER EXTENSION plpgsql ADD TABLE spatial_ref_sys")
     open_store().create_project("ann", {})
-    with closing(store_on(database)) as store:
+    with closing_store(database) as store:
         store.check()
 
 
@@ -566,7 +567,7 @@ def test_etag_that_postgresql_cannot_read_matches_nothing(database, store):
     headers = {"Authorization": "Bearer t", "If-Match": '"1\0"'}
     path = f"{PROJECTS}/{id}"
     assert app.test_client().put(path, json={}, headers=headers).status_code == 412
-    app.extensions["store"].close()
+    app.extensions["store"].engine.close()
 
 
 COUNT_CALLS = """
@@ -585,7 +586,7 @@ def test_numbered_page_renders_no_project_that_it_skips(database, store):
     name = database.rpartition("/")[2]
     path = "counting, pg_catalog, public"
     execute(database, f"ALTER DATABASE {name} SET search_path = {path}")
-    store.close()  # the next connection has that path
+    store.engine.close()  # the next connection has that path
     page = json.loads(store.list_projects("ann", Page(9, 3)).document)
     assert len(page["projectList"]) == 3
     [(calls,)] = execute(database, "SELECT last_value FROM counting.calls")
@@ -664,7 +665,7 @@ def test_lock_is_waited_for_by_each_and_not_for_long(database, store, lock):
 def test_silent_host_is_passed_over(database, store):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         hosts = f"127.0.0.1:{silent.getsockname()[1]},127.0.0.1"
-        with closing(store_on(database.replace("127.0.0.1", hosts))) as passing:
+        with closing_store(database.replace("127.0.0.1", hosts)) as passing:
             with lasts(1.5, 2.9):
                 assert passing.list_tokens() == []
             with lasts(0, 1):  # over the connection that is open now
@@ -674,14 +675,14 @@ def test_silent_host_is_passed_over(database, store):
 def test_statements_have_time_however_many_hosts_are_silent(database, store):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         hosts = f"127.0.0.1:{silent.getsockname()[1]}," * 3 + "127.0.0.1"
-        with closing(store_on(database.replace("127.0.0.1", hosts))) as passing:
+        with closing_store(database.replace("127.0.0.1", hosts)) as passing:
             assert passing.list_tokens() == []
 
 
 @pytest.mark.parametrize("hosts", ["127.0.0.1:1", "127.0.0.1:1,127.0.0.2:1,127.0.0.1:1"])
 def test_outage_of_several_hosts_names_each_reason_once(hosts):
     refusal = fails(Unavailable, "^connection failed: ")
-    with refusal as failure, closing(store_on(f"postgresql://ann@{hosts}/x")) as store:
+    with refusal as failure, closing_store(f"postgresql://ann@{hosts}/x") as store:
         store.check()
     reason = str(failure.value)
     assert reason.count("Is the server running") == 1

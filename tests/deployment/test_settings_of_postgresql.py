@@ -1,12 +1,10 @@
 """The same results, whatever the settings of a PostgreSQL server, database or role are."""
 
-from contextlib import closing
-
 import pytest
 
 from deployment.servers.pgserver import backends, execute
 from engines.errors import Unavailable
-from helpers.running import store_on, wait_for
+from helpers.running import closing_store, store_on, wait_for
 from helpers.stores import fails
 from test_backup import file, source, target_store, test_restored_database_is_the_same_and_goes_on
 from test_store import (
@@ -67,9 +65,9 @@ def target(request, database, another_postgresql):
 @pytest.fixture
 def plain_store(postgresql):
     """A store on a database without any of these settings."""
-    with closing(store_on(postgresql)) as plain_store:
+    with closing_store(postgresql) as plain_store:
         plain_store.engine.open_database(creates=True)
-        plain_store.close()
+        plain_store.engine.close()
         yield plain_store
 
 

@@ -82,9 +82,17 @@ def store_on(database, clock=time.time):
     return Store(engine(database), clock)
 
 
+@contextmanager
+def closing_store(database, clock=time.time):
+    """The same, without idle connections at the end."""
+    store = store_on(database, clock)
+    with closing(store.engine):
+        yield store
+
+
 def token_on(database, account="ann"):
     """A new token, sooner than the command would print it."""
-    with closing(store_on(database)) as store:
+    with closing_store(database) as store:
         store.engine.open_database(creates=True)
         token, _ = issue_token(store, account)
         return token
