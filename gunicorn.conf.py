@@ -28,8 +28,8 @@ if "WEB_CONCURRENCY" not in os.environ:  # which gunicorn reads by itself
     workers = 2 * cores
 elif int(os.environ["WEB_CONCURRENCY"]) == 0:  # gunicorn would start, and serve no connection
     sys.exit("Error: WEB_CONCURRENCY must be a whole number, 1 or more")
-# Two, so that a write waiting for the disk does not hold up its process. With more, they contend
-# for the interpreter, and a mix of reads and writes gets slower.
+# A write that waits for the disk or a lock leaves one thread for others, and two such writes none.
+# With more (see deploy/gardening.env), all contend for the interpreter, and a mix gets no faster.
 threads = 2
 # A name server that is silent is given up, as a silent host of a database is. By itself, glibc
 # would hold up a thread for 10 s for each host that a URL names. See resolv.conf(5).
