@@ -46,10 +46,11 @@ ETAG_IS_ALLOWED = f"""(:if_match IS NULL
         OR {ETAG} NOT IN (SELECT value FROM json_each(:if_none_match)))"""
 
 
-class WriteQueue:
+class WriteLock:
     """Lets one writer at a time have the database.
 
-    SQLite's own lock would starve writers: the longer one has waited, the less often it asks again.
+    It is two locks: one for the threads of this process, and one for all processes. SQLite's own
+    would starve writers: the longer one has waited, the less often it asks again.
     """
 
     def __init__(self, file: DatabaseFile | NoFile, timeout: float) -> None:
@@ -57,11 +58,8 @@ class WriteQueue:
         self._thread_lock = threading.Lock()
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Two locks: one for the threads of this process, then one for all processes.
-
-        Raises TimeoutError, and as `DatabaseFile.lock` does.
-        """
+    def hold(self) -> Iterator[None]:
+        """Raises TimeoutError, and as `DatabaseFile.lock` does."""
         deadline = time.monotonic() + self._timeout
         if not self._thread_lock.acquire(timeout=self._timeout):
             raise TimeoutError("other writers take too long")
@@ -112,7 +110,7 @@ class SQLiteConnection(sqlite3.Connection, Connection):
         RETURNING key"""
 
     file: DatabaseFile | NoFile
-    queue: WriteQueue
+    write_lock: WriteLock
 
     def fetch(self, sql: str, parameters: Parameters) -> Rows:
         # A statement that returns rows commits only when all of them are fetched.
@@ -137,7 +135,7 @@ class SQLiteConnection(sqlite3.Connection, Connection):
         scripts = self.scripts_for(found, creates)  # before anything changes
         if is_wal and not scripts:
             return found
-        with self.queue.turn():
+        with self.write_lock.hold():
             self.execute("PRAGMA journal_mode = WAL")  # which no transaction can set
             found, _ = inspect(self)  # again: another process may have been first
             scripts = self.scripts_for(found, creates)
@@ -201,7 +199,8 @@ class SQLite(Engine):
             raise ValueError(f"{found}; the service needs {needed} or later")
         super().__init__(NoFile() if path == ":memory:" else DatabaseFile(path))
         if isinstance(self.file, NoFile):
-            self._queue, self._busy_timeout = WriteQueue(self.file, MEMORY_TIMEOUT), MEMORY_TIMEOUT
+            self._write_lock = WriteLock(self.file, MEMORY_TIMEOUT)
+            self._busy_timeout = MEMORY_TIMEOUT
             self.name = "the database in memory"
             self._uri = f"file:/{secrets.token_hex(8)}?vfs=memdb"
             # The database lasts as long as one connection to it.
@@ -209,7 +208,8 @@ class SQLite(Engine):
             weakref.finalize(self, kept.close)
             self.open_database(creates=True)
         else:
-            self._queue, self._busy_timeout = WriteQueue(self.file, WRITE_TIMEOUT), BUSY_TIMEOUT
+            self._write_lock = WriteLock(self.file, WRITE_TIMEOUT)
+            self._busy_timeout = BUSY_TIMEOUT
             self.name = self.file.path
             # rw: SQLite must not put an empty file in the place of a lost one.
             self._uri = f"{Path(self.file.path).as_uri()}?mode=rw"
@@ -230,7 +230,7 @@ class SQLite(Engine):
         except BaseException:
             self.file.remove_connection()
             raise
-        connection.file, connection.queue = self.file, self._queue
+        connection.file, connection.write_lock = self.file, self._write_lock
         try:
             connection.execute("PRAGMA foreign_keys = ON")  # off by default
             connection.execute("PRAGMA synchronous = FULL")  # NORMAL may lose commits
@@ -241,7 +241,7 @@ class SQLite(Engine):
         return connection
 
     def write_lock(self) -> AbstractContextManager[None]:
-        return self._queue.turn()
+        return self._write_lock.hold()
 
     def save(self, path: str) -> None:
         """Copy the database to this empty file."""
@@ -259,7 +259,7 @@ class SQLite(Engine):
         return name.startswith("SQLITE_BUSY") or isinstance(error, TimeoutError)
 
     def translate_error(self, error: BaseException, may_have_committed: bool) -> Unavailable | None:
-        if isinstance(error, OSError):  # of a file, or a TimeoutError of the queue
+        if isinstance(error, OSError):  # of a file, or a TimeoutError of the lock
             reason = error.strerror or str(error)
             is_lock = str(error.filename).endswith("-lock")
             outage = OutcomeUnknown if may_have_committed else Unavailable

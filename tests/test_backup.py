@@ -398,8 +398,8 @@ def test_signal_ends_a_restore_like_ctrl_c_unless_it_is_ignored(
     target = str(tmp_path / "empty.db")
     run_command(target, "init-db")
     ignored = signal.signal(signal.Signals[name], before)  # which the process inherits
-    with open(f"{target}-lock", "w") as queue:
-        fcntl.flock(queue, fcntl.LOCK_SH)
+    with open(f"{target}-lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
         process = subprocess.Popen(
             [BIN / "flask", "restore", filled],
             cwd=ROOT,

@@ -293,7 +293,7 @@ class Timed(NamedTuple):
 
 
 def test_stuck_writer_holds_up_neither_writers_nor_readers_for_long(environment, database):
-    """2 processes of 2 threads, 8 writers and 2 readers, and the queue is held."""
+    """2 processes of 2 threads, 8 writers and 2 readers, and the write lock is held."""
 
     def timed(method, body=None):
         with Client(port, token) as client:
@@ -312,8 +312,8 @@ def test_stuck_writer_holds_up_neither_writers_nor_readers_for_long(environment,
     with gunicorn(environment, TWO_WORKERS) as (_, port), ThreadPoolExecutor(10) as threads:
         with Client(port, token) as client:
             project_url = f"{PROJECTS}/{client.call('POST', PROJECTS, {})[1]['id']}"
-        with open(f"{database}-lock") as queue:
-            fcntl.flock(queue, fcntl.LOCK_EX)
+        with open(f"{database}-lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             held = time.monotonic()
             readers = [threads.submit(read, number) for number in range(2)]
             writes = list(threads.map(lambda _: timed("PUT", {}), range(8)))

@@ -34,10 +34,10 @@ REPLACED = "^the database file was replaced; restart the service: {}$"
 
 
 @contextmanager
-def hold_queue(path):
+def hold_write_lock(path):
     """Holds what writers wait for."""
-    with open(f"{path}-lock", "w") as queue:
-        fcntl.flock(queue, fcntl.LOCK_SH)  # which only an exclusive lock waits for
+    with open(f"{path}-lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)  # which only an exclusive lock waits for
         yield
 
 
@@ -344,13 +344,13 @@ def test_reader_holds_no_writer_of_a_database_in_memory_up_for_too_short_a_time(
 @pytest.mark.parametrize("key", [None, "k"])
 def test_writers_queue_in_the_lock_file(store, park, database, key):
     result_after_unlock(
-        hold_queue(database), database, lambda: store.create_project("ann", {}, key)
+        hold_write_lock(database), database, lambda: store.create_project("ann", {}, key)
     )
     assert len(listed(store)) == 2
 
 
 def test_process_that_is_forked_during_a_write_holds_nobody_up(park, database):
-    """It has the file of the queue open for as long as it lives."""
+    """It has the lock file open for as long as it lives."""
     script = """with store.engine.writer(in_transaction=True):
         child = os.fork() or signal.pause()
     try:
@@ -360,9 +360,9 @@ def test_process_that_is_forked_during_a_write_holds_nobody_up(park, database):
     assert attempt(database, script) == ""
 
 
-def test_stuck_queue_is_waited_for_once_and_then_looked_at(store, park, database, open_store):
+def test_stuck_lock_is_waited_for_once_and_then_looked_at(store, park, database, open_store):
     newcomer = open_store()
-    with hold_queue(database):
+    with hold_write_lock(database):
         for each in at_once(lambda _: refusal(store), 3):
             assert re.match("still locked: |other writers take too long", each.reason)
             assert 2.5 <= each.seconds < 3.5
@@ -371,7 +371,7 @@ def test_stuck_queue_is_waited_for_once_and_then_looked_at(store, park, database
         for reader in store, newcomer:
             assert reader.get_project("ann", park.id) == park
     retry_while_unavailable(store.create_project, "ann", {})
-    with hold_queue(database):
+    with hold_write_lock(database):
         assert refusal(store).seconds >= 2.5
 
 

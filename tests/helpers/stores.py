@@ -51,7 +51,7 @@ def open_files():
 
 
 def count_waiters(database):
-    """How many wait for a lock in PostgreSQL, or have the file of the queue open."""
+    """How many wait for a lock in PostgreSQL, or have the lock file open."""
     if database.startswith("postgresql://"):
         from deployment.servers.pgserver import WAITS, backends
 
