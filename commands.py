@@ -233,7 +233,7 @@ def welcome(
         raise click.ClickException(str(error)) from error
     if not has_tokens:
         setting, place = "", "in this folder"
-        if engine.file.folder is None:  # a URL, which may have a password
+        if engine.file.folder is None:  # there is no path to show, and a URL may have a password
             place += " and with the same GARDENING_DATABASE"
         elif app.config["DATABASE"]:
             setting = f"GARDENING_DATABASE={shlex.quote(engine.name)} "

@@ -1,7 +1,4 @@
-"""The shapes of what a caller sends: the body of a Project and the query of a list.
-
-Nothing after this validates.
-"""
+"""The shapes of what a caller sends: the body of a Project and the query of a list."""
 
 import re
 from typing import Any, ClassVar

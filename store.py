@@ -95,7 +95,7 @@ MAX_PROJECTS = 10_000  # of an account, unless a setting says otherwise
 KEY_MEMORY = 10_000  # how many Projects an account creates before it forgets a spent key
 ALWAYS = Precondition()
 WHOLE = Page(0, 2**63 - 1)  # the list as one page; no database takes a larger LIMIT
-ATTEMPTS = 2  # at a change of a Project; `_raise_if_refused` has the reasons
+ATTEMPTS = 2  # at a change of a Project; `_check_condition` has the reasons
 
 
 class Store:
@@ -171,7 +171,7 @@ class Store:
                 rows = connection.fetch(update, parameters | {"now": self._now()})
             if rows:
                 return Project(*rows[0])
-            self._raise_if_refused(account, id, condition)
+            self._check_condition(account, id, condition)
         raise Unavailable("the Project could not be changed")
 
     def delete_project(self, account: str, id: str, condition: Precondition = ALWAYS) -> None:
@@ -183,19 +183,19 @@ class Store:
         for _ in range(ATTEMPTS):
             with self.engine.writer(in_transaction=True) as connection:
                 rows = connection.fetch(connection.DELETE, parameters)
-                for (key,) in rows:
+                for (key,) in rows:  # one, or none
                     if key is not None:
                         spend_key(connection, account, key)
             if rows:
                 return
-            self._raise_if_refused(account, id, condition)
+            self._check_condition(account, id, condition)
         raise Unavailable("the Project could not be deleted")
 
-    def _raise_if_refused(self, account: str, id: str, condition: Precondition) -> None:
-        """Raises NotFound; or Stale if the condition refuses the Project as it is now.
+    def _check_condition(self, account: str, id: str, condition: Precondition) -> None:
+        """Raises NotFound; or Stale if the condition does not allow the Project's ETag.
 
-        Otherwise, the change should be tried once more. Citus may miss a Project while its account
-        moves to another node, or the Project was refused and has changed since.
+        If it raises nothing, the change that was not made should be tried once more. Citus may miss
+        a Project while its account moves to another node, or the ETag has changed since.
         """
         if not condition.allows(self.get_project(account, id).etag):
             raise Stale
@@ -326,7 +326,7 @@ class Store:
 def outcome_of_key(
     connection: Connection, account: str, key: str, fingerprint: bytes | None
 ) -> Project | KeyReused | KeySpent | None:
-    """The Project that this key created, or why there is none; None if the key is free.
+    """The Project that this key created, or why it is refused; None if the key is free.
 
     The account must be locked, so that nobody else adds or deletes its Projects meanwhile.
     """

@@ -62,10 +62,7 @@ class Restored(NamedTuple):
 
 
 def backup(engine: Engine, path: str) -> None:
-    """Write the database, as it is at this moment, to a new SQLite file.
-
-    Raises Unavailable.
-    """
+    """Write the database to a new SQLite file. Raises Unavailable."""
     path = os.path.abspath(path)
     try:
         if isinstance(engine, SQLite):
@@ -83,7 +80,7 @@ def restore(engine: Engine, path: str) -> Restored:
     """Fill an empty database with a backup of this release, or of an older one.
 
     All of its rows, or none. Creates the database if it is missing. After a failure, a missing file
-    is still missing, but a new database on PostgreSQL has its tables. Raises BadBackup; and
+    is still missing, but a database without tables may have got them. Raises BadBackup; and
     Unavailable, also if the database is not empty.
     """
     path = os.path.abspath(path)
@@ -147,7 +144,7 @@ def open_backup(path: str) -> sqlite3.Connection:
     uri = f"{Path(path).as_uri()}?mode=ro"
     if os.access(os.path.dirname(path), os.W_OK):
         return sqlite3.connect(uri, uri=True)
-    # SQLite would try to create a -wal here, even for a copy of a database that was in WAL mode.
+    # SQLite would try to create a -wal here, for a copy of a database in WAL mode.
     if not any(os.path.exists(f"{path}{suffix}") for suffix in ("-wal", "-journal")):
         return sqlite3.connect(f"{uri}&immutable=1", uri=True)
     file = sqlite3.connect(uri, uri=True)
@@ -182,7 +179,7 @@ def copy_file(path: str, to: str) -> None:
         [(found,)] = copy.execute("PRAGMA integrity_check(1)")
         if found != "ok":
             raise BadBackup(f"the backup is damaged, {found}")
-        # A migration would run the file's triggers. The copy, which is only read, needs none.
+        # A migration would run the file's triggers.
         runnable = """SELECT type, replace(name, '"', '""') FROM sqlite_schema
             WHERE type IN ('trigger', 'view')"""
         for kind, name in copy.execute(runnable).fetchall():

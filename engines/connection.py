@@ -23,20 +23,25 @@ class Connection(ABC):
     MIGRATIONS: Migrations
     ALWAYS_IN_TRANSACTION = False  # whether even one statement that writes needs a transaction
 
-    # Each comment begins with the parameters. GET, CREATE and UPDATE return the Project's id, ETag and
-    # document, or no row.
-    # account, id
+    # The statements, each with its parameters. GET, CREATE and UPDATE return the Project's id, ETag
+    # and document, or no row.
+
+    # :account, :id
     GET: str
-    # account, size, after, offset: up to :size Projects with seq > :after, skipping :offset.
-    # Returns how many Projects the account has, and its last_seq, both null if it has no row; the
-    # seq of the last Project here, if more follow; and the documents as a JSON array.
+
+    # :account, :size, :after, :offset. `document`, a JSON array, has up to :size Projects with
+    # seq > :after, skipping :offset; `next_after` is the seq of the last one, if more follow.
+    # `total`, the number of Projects, and `last_seq` are the account's, or null if it has no row.
     LIST: str
-    # account, id, key, fingerprint, now, limit, and each field that a caller sets
+
+    # :account, :id, :key, :fingerprint, :now, :limit, and each field that a caller sets
     CREATE: str
-    # account, id, if_match, if_none_match, now, and those of <assignments>, which stands for
-    # `name = :name, ` for each field to change
+
+    # :account, :id, :if_match, :if_none_match, :now, and the fields to change, for each of which
+    # <assignments> stands for `name = :name, `
     UPDATE: str
-    # account, id, if_match, if_none_match. Returns the key, which may be null, or no row.
+
+    # :account, :id, :if_match, :if_none_match. Returns the key, which may be null, or no row.
     DELETE: str
 
     @abstractmethod
@@ -49,7 +54,7 @@ class Connection(ABC):
 
     @abstractmethod
     def commit(self) -> None:
-        """Commit the transaction, if there is one."""
+        """Commit the transaction, if there is one. Both drivers' own connections can."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -70,7 +75,7 @@ class Connection(ABC):
         return self.fetch(self.CREATE, parameters)
 
     def extend_timeouts(self) -> None:
-        """Let the transaction take as long as an operator waits. By default, nothing limits it."""
+        """Let the transaction take as long as an operator waits, if anything limits it."""
 
     @abstractmethod
     def migrate(self, creates: bool) -> int:
@@ -117,4 +122,4 @@ class Connection(ABC):
         """Add the rows to a table."""
 
     def advance_token_sequence(self) -> None:
-        """Let the ids of tokens go on after those that were inserted."""
+        """Let the ids of tokens go on after those that are there, if they do not by themselves."""

@@ -49,7 +49,7 @@ class Engine(ABC):
         """Whether the error ended a wait, so that the next caller would wait in vain."""
 
     def write_lock(self) -> AbstractContextManager[None]:
-        """What a writer holds while it writes. By default, nothing."""
+        """What a writer holds while it writes, besides the database's own locks."""
         return nullcontext()
 
     def open_database(self, creates: bool = False) -> bool:
@@ -77,15 +77,12 @@ class Engine(ABC):
         self.file.check_identity()
 
     def reader(self) -> "Acquisition":
-        """A connection for one statement that reads. Raises Unavailable."""
+        """A connection to read with. Raises Unavailable."""
         return Acquisition(self)
 
     @contextmanager
     def snapshot(self) -> Iterator[Connection]:
-        """A connection for reads of a command, which see one moment and may take long.
-
-        Raises Unavailable.
-        """
+        """A connection for a command's reads, as after `begin_snapshot`. Raises Unavailable."""
         with self.reader() as connection:
             connection.begin_snapshot()
             yield connection
@@ -111,9 +108,9 @@ class Engine(ABC):
                 yield connection
 
     def _open_migrated(self, creates: bool = False) -> tuple[Connection, bool]:
-        """A new connection, and whether it has created the tables. Raises as `open_connection` does.
+        """A new connection, and whether it has created the tables.
 
-        The engine's first connection brings them up to date.
+        The engine's first one brings them up to date. Raises as `open_connection` does.
         """
         connection = self.open_connection()
         if self._is_migrated:
@@ -148,10 +145,11 @@ class Engine(ABC):
 
 
 class Acquisition:
-    """Acquires a connection for a `with` block, and releases it, or closes it after an error.
+    """Acquires a connection for a `with` block, and releases it.
 
-    It asks the breaker first, and reports the result to it. Raises Unavailable, OutcomeUnknown. A
-    generator in place of the class would make a read a tenth slower.
+    After an error it closes the connection, which rolls back. It asks the breaker first, and
+    reports the result to it. Raises Unavailable, OutcomeUnknown. A generator in place of the class
+    would make a read a tenth slower.
     """
 
     def __init__(self, engine: Engine, writes: bool = False) -> None:

@@ -110,7 +110,10 @@ class DatabaseFile:
         return self.path
 
     def check_identity(self, outage: type[Unavailable] = Unavailable) -> None:
-        """Raise this outage if the name leads to no file, or to another than the first one."""
+        """Remember the first file that has the name.
+
+        Raises this outage if there is none, or if it is another one by now.
+        """
         try:
             found = os.stat(self.path)
             if stat.S_ISDIR(found.st_mode):
@@ -211,8 +214,8 @@ def create_folder_of(path: str) -> None:
     folder = os.path.dirname(path)
     if os.path.isdir(folder):
         return
-    # By its name in the same parent throughout, or whoever owns a folder around it could let root
-    # give away another one.
+    # The parent stays open: whoever owns a folder around it could put another one in its place
+    # meanwhile, and root would give away what is there.
     name, flags = os.path.basename(folder), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
     parent = os.open(os.path.dirname(folder), os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -44,7 +44,7 @@ OUTAGES = (
     "42P07",  # a table or view of another program has the name of ours
     "53",  # resources
     "55P03",  # a lock
-    "57",  # shutdown
+    "57",  # shutdown, or statement_timeout
     "58",  # I/O
     "XX001",  # damage
     "XX002",
@@ -65,8 +65,8 @@ SELECT current_setting('server_encoding'),
                 WHERE classid = 'pg_class'::regclass AND objid = pg_class.oid AND deptype = 'e'))
 """
 # Whatever the server, the database or the role sets: writers of an account wait for each other
-# instead of failing; a commit waits for the disk and the synchronous standby; and COPY, which is
-# text, does not double the backslash of a bytea.
+# instead of failing; a commit waits for the disk and the synchronous standby; and psycopg does not
+# double the backslash of a bytea, of which COPY would keep both.
 SETTINGS = f"""
 SET statement_timeout = '{STATEMENT_TIMEOUT}s';
 SET lock_timeout = '{ROW_LOCK_TIMEOUT}s';

@@ -1,6 +1,6 @@
 -- The tables on SQLite. postgresql.sql has the same ones: change both, and see migrations.py. Every
--- key and constraint includes the account, as Citus requires, except those of `token`: each node
--- has all tokens. All times are in epoch milliseconds.
+-- key includes the account, as Citus requires, except those of `token`: each node has all tokens.
+-- All times are in epoch milliseconds.
 
 CREATE TABLE account (                              -- made at the latest with its first Project
     name          TEXT    PRIMARY KEY,
