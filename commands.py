@@ -102,11 +102,14 @@ class TokenID(click.IntRange):
 @token_commands.command("revoke")
 @click.argument("id", type=TokenID(1, 2**63 - 1), required=False)
 @click.option("--account", help="Revoke all tokens of this account.")
-def revoke_token(id: int | None, account: str | None) -> None:
+@click.option("--expired", is_flag=True, help="Remove what has expired from `list`.")
+def revoke_token(id: int | None, account: str | None, expired: bool) -> None:
     """Make the token with this ID, as `list` shows it, invalid at once."""
     store = current_store()
-    if (id is None) == (account is None):
-        raise click.UsageError("Give either the ID of a token or --account.")
+    if [id is not None, account is not None, expired].count(True) != 1:
+        raise click.UsageError("Give one of these: the ID of a token, --account, --expired.")
+    if expired:
+        store.revoke_expired_tokens()
     if id is not None and not store.revoke_token(id):
         raise click.ClickException(f"There is no token with the ID {id}.")
     if account is not None and not store.revoke_tokens(account_name(account)):

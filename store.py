@@ -273,6 +273,12 @@ class Store:
         with self.engine.writer() as connection:
             return bool(connection.fetch(delete, {"account": account}))
 
+    def revoke_expired_tokens(self) -> None:
+        """Delete the tokens of every account that have expired."""
+        delete = "DELETE FROM token WHERE expires_at <= :now"
+        with self.engine.writer() as connection:
+            connection.fetch(delete, {"now": self._now()})
+
     def find_account(self, name: str) -> Account | None:
         """The account, if `list_accounts` has it."""
         with self.engine.snapshot() as connection:

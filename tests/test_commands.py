@@ -64,6 +64,7 @@ MISSING = f"^Error: .*(no database at .*|the database has no tables): {HINT}$"
         ["token", "list"],
         ["token", "revoke", "1"],
         ["token", "revoke", "--account", "ann"],
+        ["token", "revoke", "--expired"],
         ["account", "list"],
         ["account", "delete", "ann", "--yes"],
         ["backup", "backup.db"],
@@ -147,6 +148,7 @@ def test_note_is_restored_as_it_is(command, another_database, tmp_path):
 
 
 USAGE = [["create"], ["revoke"], ["no-such-command"], ["revoke", "1", "--account", "a"]]
+USAGE += [["revoke", "--expired", *other] for other in (["1"], ["--account", "a"])]
 DAYS = ["0", "x", "1000001"]
 USAGE += [["create", "ann", "--days", days] for days in DAYS]
 USAGE += [["revoke", id] for id in ("x", str(2**63))]
@@ -280,13 +282,18 @@ def test_defect_keeps_its_traceback(command, plain_sql):
     assert not isinstance(result.exception, SystemExit)
 
 
-def test_all_tokens_of_an_account_are_revoked(command, store):
+def test_all_tokens_of_an_account_or_all_that_have_expired_are_revoked(command, store):
     for account in ("Zoe\u0308", "bob", "Zo\xeb"):
         command("token", "create", account)
     assert command("token", "revoke", "--account", "Zoe\u0308").exit_code == 0
     assert [token.account for token in store.list_tokens()] == ["bob"]
     refused = command("token", "revoke", "--account", "Zo\xeb")
     assert refused.stderr == "Error: The account Zo\xeb has no tokens.\n"
+    store.add_token("eve", b"expired", days=0)
+    for _ in range(2):  # a timer may run it, so it is no error that nothing has expired
+        ended = command("token", "revoke", "--expired")
+        assert (ended.exit_code, ended.output) == (0, "")
+        assert [token.account for token in store.list_tokens()] == ["bob"]
     refused = command("token", "revoke", "bob")
     assert refused.stderr.endswith(f"'bob' is not a valid {TokenID.name}.\n")
     assert len(store.list_tokens()) == 1

@@ -492,14 +492,16 @@ def test_account_is_found_as_it_is_listed(store):
     assert store.find_account("an") is None
 
 
-def test_token_expires_to_the_millisecond(open_store):
+def test_token_expires_to_the_millisecond_and_can_then_be_cleared_away(open_store):
     times = [1_000_000.0]
     store = open_store(clock=lambda: times[0])
     store.add_token("ann", b"1", days=2)
-    times[0] += 2 * 86400 - 0.001
-    assert store.find_caller(b"1") == ("ann", 1)
-    times[0] += 0.001
-    assert store.find_caller(b"1") is None
+    store.add_token("ann", b"2")
+    for passed, left in [(2 * 86400 - 0.001, [1, 2]), (0.001, [2])]:
+        times[0] += passed
+        assert (store.find_caller(b"1") is not None) == (1 in left)
+        store.revoke_expired_tokens()
+        assert [token.id for token in store.list_tokens()] == left
 
 
 def test_connection_is_opened_at_the_first_use_and_kept_until_close(open_store):

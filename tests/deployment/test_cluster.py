@@ -274,6 +274,8 @@ def test_filled_database_is_spread_and_moves_to_either_engine(cluster, tmp_path)
             store.create_project(account, {"name": "Grüße 😀"}, key)
         spread(urls[0])
         issue_everywhere(urls[:2])
+        store.add_token("ann", b"expired", days=0)
+        store.revoke_expired_tokens()
         backup(store.engine, file)
     new = cluster.create_database("new")
     with closing_store(new[0]) as store:
