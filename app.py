@@ -3,12 +3,15 @@
 Failures travel as exceptions to the handlers of problems.py.
 """
 
+import hashlib
 import os
 import re
 from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from flask import Blueprint, Flask, Response, current_app, request
+from flask import Blueprint, Flask, Response, request
 from werkzeug.http import quote_etag
 from werkzeug.routing import Rule
 
@@ -94,8 +97,14 @@ def get_health() -> Response:
 @api.get("/openapi.json")
 def get_description() -> Response:
     """Return the OpenAPI description of this API."""
-    with current_app.open_resource("openapi.json") as file:
-        return Response(file.read(), content_type="application/json")
+    return respond(*description())
+
+
+@cache
+def description() -> tuple[str, bytes]:
+    """Its ETag, and the document."""
+    document = Path(__file__).with_name("openapi.json").read_bytes()
+    return hashlib.sha256(document).hexdigest(), document
 
 
 @api.post("/api/v1/gardening/projects")
