@@ -4,7 +4,9 @@ import os
 import subprocess
 import sys
 from datetime import timedelta
+from string import punctuation
 from typing import Any
+from urllib.parse import quote
 
 from gunicorn.arbiter import Arbiter
 from gunicorn.instrument.statsd import Statsd
@@ -44,7 +46,6 @@ worker_tmp_dir = "/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else Non
 limit_request_line = 8190  # bytes, as for each header, and as nginx takes
 control_socket_disable = True  # there is one per user, so two instances would clash
 accesslog = "-"
-# The request ID is last, since a client may write anything into it.
 access_log_format = (
     '"%(caller)s" "%(method)s %(path)s" %(status)s %(bytes)s %(microseconds)s %(request_id)s'
 )
@@ -59,6 +60,8 @@ class Log(Statsd):  # which sends metrics if statsd_host is set
     # gunicorn keeps its logger when it reloads, so a change of these names needs a restart.
     def atoms(self, resp: Any, req: Any, environ: Any, request_time: timedelta) -> Any:
         """The values for access_log_format: no token, and no query."""
+        # Without a proxy it is the client's, who may send U+0085, a line break to many programs.
+        request_id = environ.get("HTTP_X_REQUEST_ID") or "-"
         return {
             "caller": environ.get("REMOTE_USER", "-"),  # account and token ID
             "method": environ["REQUEST_METHOD"],
@@ -66,7 +69,7 @@ class Log(Statsd):  # which sends metrics if statsd_host is set
             "status": resp.status.split(" ", 1)[0],
             "bytes": resp.sent,
             "microseconds": request_time // timedelta(microseconds=1),
-            "request_id": environ.get("HTTP_X_REQUEST_ID", "-"),
+            "request_id": quote(request_id, punctuation, "latin-1", "replace"),
         }
 
 
