@@ -31,7 +31,7 @@ DEFAULTS: dict[str, Any] = {  # what the parameters of a URL override
     "keepalives_interval": 10,  # seconds
 }
 # Prefixes of SQLSTATEs. A statement that fails with one has changed nothing, except perhaps a
-# COMMIT on Citus: see ClusterConnection.commit.
+# COMMIT on a cluster: see `translate_error`.
 OUTAGES = (
     "2200H",  # the IDs of tokens are used up
     "25006",  # the server is a standby
@@ -294,15 +294,6 @@ class ClusterConnection(PostgreSQLConnection):
         # Within CREATE, counting would make a two-phase commit on every node.
         return super().create(parameters) if self.fetch(COUNT_PROJECT, parameters) else []
 
-    def commit(self) -> None:
-        try:
-            super().commit()
-        except psycopg.Error as error:
-            # Some nodes may have committed. (`translate_error` knows what a lost connection means.)
-            if not is_lost(error):
-                raise OutcomeUnknown(one_line(error)) from error
-            raise
-
     def mark_workers(self) -> None:
         # Citus copies no comment to the workers. A worker that cannot be reached now gets it from
         # deploy/citus.sql.
@@ -371,13 +362,14 @@ class PostgreSQL(Engine):
         return isinstance(error, ServerTimeout)
 
     def translate_error(self, error: BaseException, may_have_committed: bool) -> Unavailable | None:
-        state = getattr(error, "sqlstate", None) or ""
-        if is_lost(error):
-            kind = OutcomeUnknown if may_have_committed else Unavailable
-            return kind(one_line(error))
-        has_lost_session = isinstance(error, psycopg.Error) and LOST_SESSION in str(error)
-        is_outage = has_lost_session or state.startswith(OUTAGES)
-        return Unavailable(one_line(error)) if is_outage else None
+        if not isinstance(error, psycopg.Error):
+            return None
+        # A COMMIT on a cluster may have reached some nodes, whatever the error.
+        is_on_cluster = self._connection_class is ClusterConnection
+        if may_have_committed and (is_on_cluster or is_lost(error)):
+            return OutcomeUnknown(one_line(error))
+        is_outage = (error.sqlstate or "").startswith(OUTAGES) or LOST_SESSION in str(error)
+        return Unavailable(one_line(error)) if is_outage or is_lost(error) else None
 
 
 def parse(url: str) -> dict[str, Any]:
@@ -422,7 +414,7 @@ def to_pyformat(sql: str) -> bytes:
     return re.sub(r"(?<!:):(\w+)", r"%(\1)s", sql).encode()
 
 
-def is_lost(error: BaseException) -> bool:
+def is_lost(error: psycopg.Error) -> bool:
     """Whether the connection was lost, or the outcome is unknown (SQLSTATE 40003)."""
     if not isinstance(error, psycopg.OperationalError):
         return False

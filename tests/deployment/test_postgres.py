@@ -233,6 +233,12 @@ def test_commit_on_a_cluster_that_fails_is_in_doubt_whatever_the_error(
         cluster_store.update_project("ann", id, {})
 
 
+def test_command_that_only_reads_is_never_in_doubt(cluster_store, database):
+    with fails(Unavailable, "terminating"), cluster_store.engine.snapshot() as connection:
+        [(pid,)] = connection.fetch("SELECT pg_backend_pid()", {})
+        execute(database, f"SELECT pg_terminate_backend({pid}, {1000 * LIMIT})")
+
+
 # Faults
 
 
