@@ -137,11 +137,13 @@ def scratch(folder: str | None) -> TemporaryDirectory[str]:
 
 
 def open_backup(path: str) -> sqlite3.Connection:
-    """Open it read-only. Raises as `copy_file` does."""
+    """Open it, if possible read-only. Raises as `copy_file` does."""
     if not stat.S_ISREG(os.stat(path).st_mode):  # SQLite would wait for the writer of a pipe
         raise BadBackup("not a regular file")
     path = os.path.realpath(path)  # which has the -wal beside it
-    uri = f"{Path(path).as_uri()}?mode=ro"
+    # With a -journal, SQLite may have to roll a transaction back before it can read.
+    mode = "rw" if os.path.exists(f"{path}-journal") else "ro"
+    uri = f"{Path(path).as_uri()}?mode={mode}"
     if os.access(os.path.dirname(path), os.W_OK):
         return sqlite3.connect(uri, uri=True)
     # SQLite would try to create a -wal here, for a copy of a database in WAL mode.

@@ -105,20 +105,24 @@ def test_sorting_needs_no_disk(store, database, file, mount, tmp_path):
     "suffixes, is_restored",
     [([""], True), (["", "-wal", "-shm"], True), (["", "-wal"], False), (["", "-journal"], False)],
 )
-def test_plain_copy_in_a_folder_that_cannot_be_written_to_is_restored_if_it_can_be_read(
+def test_plain_copy_that_cannot_be_written_to_is_restored_or_refused_with_a_hint_that_helps(
     store, park, database, target, mount, tmp_path, suffixes, is_restored
 ):
     disk = tmp_path / "disk"
     mount(disk, "1m")
-    if suffixes == [""]:
+    if "-wal" not in suffixes:
         store.engine.close()
     Path(f"{database}-journal").write_bytes(HOT_JOURNAL)
     for suffix in suffixes:
         shutil.copy(database + suffix, f"{disk}/copy.db{suffix}")
     run("mount", "-o", "remount,ro", disk)
     printed = run_command(target, "restore", f"{disk}/copy.db", status=int(not is_restored))
-    hint = f"its -wal or -journal to a folder that can be written to: {disk}/copy.db\n"
-    assert printed.endswith("Projects 1, tokens 0.\n" if is_restored else hint)
+    if not is_restored:
+        hint = f"its -wal or -journal to a folder that can be written to: {disk}/copy.db\n"
+        assert printed.endswith(hint)
+        shutil.copytree(disk, tmp_path / "copies")
+        printed = run_command(target, "restore", f"{tmp_path}/copies/copy.db")
+    assert printed.endswith("Projects 1, tokens 0.\n")
 
 
 def test_write_beyond_a_quota_says_so(store, database):
