@@ -234,14 +234,16 @@ class Store:
             "expires_at": None if days is None else now + days * DAY,
             "note": note,
         }
+        insert = """INSERT INTO token (account, digest, created_at, expires_at, note)
+            VALUES (:account, :digest, :now, :expires_at, :note)
+            ON CONFLICT (id) DO NOTHING
+            RETURNING id"""
         with self.engine.writer() as connection:
-            [(id,)] = connection.fetch(
-                """INSERT INTO token (account, digest, created_at, expires_at, note)
-                VALUES (:account, :digest, :now, :expires_at, :note)
-                RETURNING id""",
-                token,
-            )
-        return int(id)
+            rows = connection.fetch(insert, token)
+            if not rows:  # PostgreSQL's logical replication has copied the tokens, but no sequence
+                connection.advance_token_sequence()
+                rows = connection.fetch(insert, token)
+        return int(rows[0][0])
 
     def find_caller(self, digest: bytes) -> Caller | None:
         """Who calls with this token; None if it is unknown or has expired."""

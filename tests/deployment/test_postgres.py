@@ -510,8 +510,8 @@ def test_only_one_of_two_restores_fills_the_database(database, another_database,
         engine.close()
 
 
-def test_ids_of_tokens_go_on_after_those_of_a_cluster(database, another_database, open_store):
-    """Each of its nodes has a range of its own."""
+def test_ids_of_tokens_go_on_after_those_that_are_there(database, another_database, open_store):
+    """Each node of a cluster has a range of its own, and logical replication copies no sequence."""
     source, file = open_store(another_database), f"{another_database}-backup"
     source.add_token("ann", b"1")
     with closing(plain_sql_on(another_database)) as plain_sql:
@@ -520,6 +520,8 @@ def test_ids_of_tokens_go_on_after_those_of_a_cluster(database, another_database
     store = open_store()
     restore(store.engine, file)
     assert store.add_token("ann", b"2") == 2**48 + 8
+    execute(database, f"ALTER SEQUENCE token_id_seq RESTART WITH {2**48 + 7}")
+    assert store.add_token("ann", b"3") == 2**48 + 9
 
 
 def test_restore_into_a_database_in_use_holds_up_nobody(database, another_database, open_store):
