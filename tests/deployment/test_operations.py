@@ -876,8 +876,10 @@ LEFT = "find /etc /opt /usr/local /var/backups /var/lib -name '*gardening*' ! -n
 
 
 def test_nothing_is_left_of_a_service_that_was_uninstalled(srv):
+    """But for what the machine below has of its own, such as an image that somebody built."""
+    before = run("sh", "-c", LEFT).stdout.splitlines()
     with installed(srv) as machine:
         machine.paste(block("Uninstall"))
-        assert machine.paste(LEFT) == ""
+        assert {*machine.paste(LEFT).splitlines()} <= {*before}
         machine.paste("! getent passwd gardening && systemctl is-active nginx")
         assert machine.paste("systemctl list-units --all --no-legend 'gardening*'") == ""
