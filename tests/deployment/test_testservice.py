@@ -12,7 +12,7 @@ import pytest
 
 from deployment.servers.nginx import proxy
 from helpers.openapi import assert_problem
-from helpers.running import LIMIT, PROJECTS, ROOT, TLSClient, blocks, run
+from helpers.running import BIN, LIMIT, PROJECTS, ROOT, TLSClient, blocks, run
 from test_embedding import their_environment
 from test_failures import failing, own_parts
 from test_testservice import assert_printed, start
@@ -117,6 +117,27 @@ def run_their_tests(python, project, their_environment, *options, output="5 pass
 @pytest.mark.parametrize("options", [[], ["-n2"], ["-p", "no:cacheprovider"]], ids=str)
 def test_fixtures_work_when_installed_with_pip(python, project, their_environment, options):
     run_their_tests(python, project, their_environment, *options)
+
+
+def test_uv_builds_each_commit_anew_as_pip_does(clone, tmp_path):
+    repository, theirs = tmp_path / "gardening", tmp_path / "theirs"
+    shutil.copytree(clone, repository)
+    theirs.mkdir()
+    commit = "git add . && git -c user.name=x -c user.email=x@example.org commit --quiet -m x"
+    run("git", "init", "--quiet", folder=repository)
+    environment = os.environ | {"HTTPS_PROXY": os.environ.get("PIP_PROXY", "")}
+
+    def uv(*words):
+        run(BIN / "uv", *words, folder=theirs, environment=environment, limit=10 * LIMIT)
+
+    uv("init", "--bare")
+    uv("add", "--dev", "--no-sync", "../gardening")
+    for text in ("# first\n", "# second\n"):
+        (repository / "swagger.py").write_text(text)
+        run("sh", "-ec", commit, folder=repository)
+        uv("sync")
+        [installed] = theirs.glob(".venv/**/swagger.py")
+        assert installed.read_text() == text
 
 
 def test_service_may_come_from_an_environment_of_its_own(
