@@ -250,10 +250,14 @@ def test_account_is_deleted_with_all_its_rows(command, store, plain_sql):
     plain_sql.execute(f"INSERT INTO part VALUES ('p', '{id}', 'zone', 'ann')")
     command("token", "create", "ann")
     store.delete_project("ann", store.create_project("ann", {}, key="spent").id)
+
+    def has_rows_of_ann(table):
+        return "ann" in str(plain_sql.execute(f"SELECT * FROM {table}").fetchall())
+
+    assert [*filter(has_rows_of_ann, COLUMNS)] == [*COLUMNS]
     result = command("account", "delete", "ann", "--yes")
     assert (result.exit_code, result.output) == (0, "")
-    for table in COLUMNS:
-        assert "ann" not in str(plain_sql.execute(f"SELECT * FROM {table}").fetchall())
+    assert [*filter(has_rows_of_ann, COLUMNS)] == []
     assert [account.name for account in store.list_accounts()] == ["bob"]
     assert store.create_project("bob", {}, key="k") == kept
 

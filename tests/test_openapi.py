@@ -10,6 +10,7 @@ from marshmallow import validate
 from marshmallow.fields import Nested, Tuple
 
 import schemas
+from engines.fields import FIELDS
 from helpers.openapi import API, FILE, HELLO, resolve, validator
 from helpers.running import PROJECTS, ROOT
 from reading import MAX_BODY
@@ -212,9 +213,10 @@ def test_no_parameter_is_prefilled():
 
 
 def test_described_fields_match_the_schemas():
-    assert set(SCHEMAS["ProjectInput"]["properties"]) == set(schemas.PROJECT.fields)
-    assert set(SCHEMAS["Project"]["properties"]) == set(schemas.PROJECT.fields)
-    assert SCHEMAS["Project"]["required"] == list(SCHEMAS["Project"]["properties"])
+    assert set(schemas.PROJECT.fields) == set(FIELDS)
+    assert set(SCHEMAS["ProjectInput"]["properties"]) == set(FIELDS)
+    assert list(SCHEMAS["Project"]["properties"]) == list(FIELDS)
+    assert SCHEMAS["Project"]["required"] == list(FIELDS)
     point = set(schemas.PointSchema().fields)
     assert set(SCHEMAS["Point"]["properties"]) == point
     parameters = parameters_of(PROJECTS, OPERATIONS["get", PROJECTS])

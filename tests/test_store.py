@@ -12,6 +12,7 @@ from contextlib import suppress
 import pytest
 
 from engines.errors import Unavailable
+from engines.fields import SETTABLE
 from helpers.running import POINT, ROOT, at_once, run
 from helpers.stores import is_sqlite, listed, open_files, read, result_after_unlock
 from schemas import MAX_PAGE
@@ -105,6 +106,7 @@ def test_project_of_another_account_or_id_is_not_found(store, account, id):
 
 def test_update_changes_only_what_is_given(store):
     fields = {"name": "Park", "postal_code": "94117", "location": POINT}
+    assert list(fields) == list(SETTABLE)
     other = store.create_project("ann", fields)
     before = read(store.create_project("ann", fields))
     cleared = {"name": None, "location": None}

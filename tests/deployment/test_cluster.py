@@ -19,7 +19,7 @@ from engines.backup import backup, restore
 from engines.errors import Unavailable
 from helpers.history import check, record
 from helpers.later_release import copy_later_release
-from helpers.openapi import CheckedClient
+from helpers.openapi import API, CheckedClient, find_operation
 from helpers.running import (
     BIN,
     POINT,
@@ -138,7 +138,12 @@ def counted(url):
 
 def test_responses_are_alike_at_every_node_and_calls_go_to_one(nodes, database, client_at):
     """Often enough for psycopg, and then PostgreSQL, to prepare each statement."""
-    expected = responses(client_at(database))
+    client = client_at(database)
+    called = [find_operation(each.request.method, each.request.path) for each in call_all(client)]
+    for path, item in API["paths"].items():
+        if path.startswith(PROJECTS):
+            assert all(item[name] in called for name in item if name != "parameters"), path
+    expected = responses(client)
     for url in nodes:
         client, other = client_at(url), client_at(url, "bob")
         before, _ = counted(url)
