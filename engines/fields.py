@@ -1,7 +1,6 @@
 """The fields of a Project: their order, their types, and who sets them.
 
-The SQL of documents and of changes is made from this table. CONTRIBUTING.md says where else a new
-field goes.
+The SQL of documents and of changes is made from this table. CONTRIBUTING.md says how to add one.
 """
 
 from typing import NamedTuple
