@@ -192,10 +192,10 @@ class Store:
         raise Unavailable("the Project could not be deleted")
 
     def _check_condition(self, account: str, id: str, condition: Precondition) -> None:
-        """Raises NotFound; or Stale if the condition does not allow the Project's ETag.
+        """Raises NotFound, or Stale if the condition rules out the Project's ETag.
 
-        If it raises nothing, the change that was not made should be tried once more. Citus may miss
-        a Project while its account moves to another node, or the ETag has changed since.
+        If it raises nothing, the change should be tried once more: the Project has changed since, or
+        Citus has missed it while its account moved to another node.
         """
         if not condition.allows(self.get_project(account, id).etag):
             raise Stale
@@ -213,9 +213,8 @@ class Store:
             numbers = f'"page":{number},"size":{size},"total":{total or 0}'.encode()
             document = b'{"projectList":%b,%b}' % (document, numbers)
         digest = hashlib.sha256(document)
-        # Two pages may differ in their Link alone. And if a creation and a deletion led back to an
-        # old ETag, a client that has put the response to its POST into its copy of the list would
-        # never hear of the deletion.
+        # Two pages may differ in their Link alone. Without last_seq, a creation and a deletion would
+        # bring an old ETag back: a client that has added the new Project to its copy would keep it.
         digest.update(f"{next_after} {last_seq}".encode())
         return ProjectList(digest.hexdigest(), document, next_after)
 
@@ -238,11 +237,13 @@ class Store:
             VALUES (:account, :digest, :now, :expires_at, :note)
             ON CONFLICT (id) DO NOTHING
             RETURNING id"""
-        with self.engine.writer() as connection:
+        with self.engine.writer(in_transaction=True) as connection:
             rows = connection.fetch(insert, token)
             if not rows:  # PostgreSQL's logical replication has copied the tokens, but no sequence
                 connection.advance_token_sequence()
                 rows = connection.fetch(insert, token)
+        if not rows:
+            raise Unavailable("another token was issued at the same moment: try again")
         return int(rows[0][0])
 
     def find_caller(self, digest: bytes) -> Caller | None:
@@ -301,7 +302,7 @@ class Store:
 
     def list_accounts(self) -> list[Account]:
         """Every account, sorted by name."""
-        # An account gets its row with its first Project. Until then, only tokens name it.
+        # Before its first Project, an account may have tokens, but no row.
         select = """SELECT names.name, coalesce(project_count, 0), coalesce(tokens, 0),
                 changed_at
             FROM (SELECT name FROM account UNION SELECT account FROM token) AS names

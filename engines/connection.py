@@ -54,7 +54,7 @@ class Connection(ABC):
 
     @abstractmethod
     def commit(self) -> None:
-        """Commit the transaction, if there is one. Both drivers' own connections can."""
+        """Commit the transaction, if there is one. It is the driver's own method."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -71,7 +71,7 @@ class Connection(ABC):
         """Let nobody else add or delete its Projects until the transaction ends."""
 
     def create(self, parameters: Parameters) -> Rows:
-        """Run CREATE, which also counts the Project. Returns no row if the account is full."""
+        """Add the Project, and count it. Returns no row if the account is full."""
         return self.fetch(self.CREATE, parameters)
 
     def extend_timeouts(self) -> None:
@@ -122,4 +122,4 @@ class Connection(ABC):
         """Add the rows to a table."""
 
     def advance_token_sequence(self) -> None:
-        """Let the ids of tokens go on after those that are there, if they do not by themselves."""
+        """Let the ids of tokens go on after those that are there, if the database does not."""

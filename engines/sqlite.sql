@@ -43,7 +43,7 @@ CREATE TABLE spent_key (                            -- the keys of deleted Proje
     seq           INTEGER NOT NULL,                 -- the account's last_seq at the deletion
     PRIMARY KEY (account, key)
 ) STRICT, WITHOUT ROWID;
--- Without it, a deletion would scan the account's keys for those to forget.
+-- Without this index, a deletion would scan the account's keys for those to forget.
 CREATE INDEX spent_key_seq ON spent_key (account, seq);
 
 CREATE TABLE part (                                 -- a region, zone, parcel or controller:
@@ -54,7 +54,7 @@ CREATE TABLE part (                                 -- a region, zone, parcel or
     PRIMARY KEY (account, id),
     FOREIGN KEY (account, project) REFERENCES project (account, id) ON DELETE CASCADE
 ) STRICT;
--- Without it, deleting a Project would scan all parts of the account.
+-- Without this index, deleting a Project would scan all parts of the account.
 CREATE INDEX part_project ON part (account, project);
 
 -- These count in the transaction of the change: in SQLite, one statement cannot change two tables.
