@@ -347,6 +347,9 @@ def test_failed_upgrade_names_the_command_that_goes_back(machine, empty_account,
         machine.paste(upgrade_later(), status=1)
         assert workers(machine) == old
         add_project(machine, empty_account, "meanwhile")
+    else:
+        assert "To go back: " in machine.paste(restore_later(), status=22)
+        started = main_pid(machine)
     assert re.findall("no[a-z_]{8,}", line)[0] in machine.paste("journalctl -u gardening -n 200")
     paste_twice(machine, back)
     assert (installed_release(machine), main_pid(machine)) == (before, started)
@@ -446,16 +449,17 @@ def test_nginx_reaches_the_service_at_a_unix_socket(machine, token_of_ann, saved
 @contextmanager
 def elsewhere(machine, database):
     """The folder of a copy of the database, which the units use as the settings have it."""
-    [writable] = re.findall(r"\b(ReadWritePaths=)FOLDER", (ROOT / SETTINGS).read_text())
     folder, drop_in = Path(database).parent, "gardening{,-backup}.service.d/folder.conf"
-    machine.paste(f"rm -rf {folder}; install -d -m 700 -o gardening {folder}")
+    [writable] = re.findall('ReadWritePaths="FOLDER"', (ROOT / SETTINGS).read_text())
+    writable = writable.replace("FOLDER", str(folder))
+    machine.paste(f"rm -rf '{folder}'; install -d -m 700 -o gardening '{folder}'")
     machine.paste(f"gardening backup {BACKUPS}/here.db")
-    machine.paste("cat >> /etc/gardening.env", input=f"GARDENING_DATABASE={database}\n")
+    machine.paste("cat >> /etc/gardening.env", input=f'GARDENING_DATABASE="{database}"\n')
     machine.paste(f"gardening restore {BACKUPS}/here.db && rm {BACKUPS}/here.db")
     machine.paste("systemctl restart gardening", status=1)  # which may not write there
     machine.paste(
         "cd /etc/systemd/system && mkdir -p gardening-backup.service.d && "
-        f"tee {drop_in} <<<'[Service]\n{writable}{folder}' && systemctl daemon-reload"
+        f"tee {drop_in} <<<'[Service]\n{writable}' && systemctl daemon-reload"
     )
     try:
         machine.paste("systemctl start gardening")
@@ -532,21 +536,26 @@ def test_older_release_after_a_newer_one_needs_the_backup(machine, no_backups, e
     release(machine, "git revert --no-edit --no-commit HEAD")
 
 
-RESTORE = block("Backup and restore", "BACKUP=")
-UNDO = block("Backup and restore", "undone")
+RESTORE = block("Backup and restore", "deploy/restore").strip()
 
 
-def restore_later():
-    """The block for a restore, in a new shell, as soon as its folder gets a new name."""
-    return f"cd; sleep 1.1\n{RESTORE}"
+def restore_later(arguments=""):
+    """A restore, as soon as its folder gets a new name."""
+    return f"cd; sleep 1.1; {RESTORE} {arguments}"
 
 
-def undo(folder="/var/lib/gardening"):
-    """The block that undoes the last restore, pasted twice into a new shell."""
-    return f"cd; OLD=$(ls -d {folder}/before-*Z 2>/dev/null | tail -n 1)\n{UNDO}{UNDO}"
+def go_back(machine, printed):
+    """What the last line of a restore says."""
+    [command] = re.findall(f"\nTo go back: ({RESTORE} '.*/before-.*Z/.*')\n\\Z", printed)
+    return machine.paste(f"sleep 1.1; {command}")
 
 
-@pytest.fixture(params=["/var/lib/gardening", "a mount", "/var/local/gardening/garden.db"])
+def files(machine, folder="/var/lib/gardening"):
+    """What is beside the database, but for SQLite's own."""
+    return machine.paste(f"cd '{folder}' && find . ! -name '*.db-*' | sort")
+
+
+@pytest.fixture(params=["/var/lib/gardening", "a mount", "/var/my garden/garden.db"])
 def place(machine, saved_settings, request):
     """Where the database lies: its folder."""
     if request.param == "a mount":
@@ -555,14 +564,12 @@ def place(machine, saved_settings, request):
         machine.paste("systemctl stop gardening && umount /var/lib/gardening")
     elif request.param.endswith(".db"):
         with elsewhere(machine, request.param) as folder:
-            # And a space at the end, which systemd ignores.
-            machine.paste("sed -i '/^GARDENING_DATABASE=/s/$/ /' /etc/gardening.env")
             yield folder
     else:
         yield request.param
 
 
-def test_newest_dated_backup_is_restored_which_can_be_undone(
+def test_newest_dated_backup_is_restored_and_the_restore_undone(
     machine, place, no_backups, empty_account
 ):
     add_project(machine, empty_account, "kept")
@@ -570,105 +577,141 @@ def test_newest_dated_backup_is_restored_which_can_be_undone(
     machine.paste(f"cd {BACKUPS} && gardening backup manual.db")
     add_project(machine, empty_account, "lost")
     printed = machine.paste(restore_later())
-    assert re.search(r"(?m)^Restored: accounts \d+, Projects 1, tokens \d+.$", printed)
+    counts = re.findall(r"(?m)^(\w+).*: accounts \d+, Projects (\d+), tokens \d+\.$", printed)
+    assert counts == [("Until", "2"), ("Restored", "1")]
     assert names(machine, empty_account) == ["kept"]
-    files = machine.paste(f"stat --format='%U %a' {place}/*.db {place}/before-*Z/*.db")
-    assert {*files.splitlines()} == {"gardening 600"}
-    machine.paste(undo(place))
+    owners = machine.paste(f"cd '{place}' && stat --format='%U %a' *.db before-*Z before-*Z/*")
+    assert {*owners.splitlines()} == {"gardening 600", "gardening 700"}
+    printed = go_back(machine, printed)
     assert names(machine, empty_account) == ["kept", "lost"]
-    paste_twice(machine, restore_later())
+    go_back(machine, printed)
     assert names(machine, empty_account) == ["kept"]
+    assert "restore.partial" not in files(machine, place)
 
 
-def test_restore_pasted_again_into_the_same_shell_keeps_what_the_first_one_moved(
-    machine, no_backups, empty_account
-):
-    add_project(machine, empty_account, "Park")
-    machine.paste("systemctl start gardening-backup")
-    add_project(machine, empty_account, "Wood")
-    printed = machine.paste(f"{restore_later()}\n{RESTORE}", status=1)
-    assert printed.count("Restored: ") == 1
-    assert "File exists" in printed and "Not restored: " in printed
-    # And an undone one can be tried again.
-    assert "Restored: " in machine.paste(f"{undo()}\n{restore_later()}")
-    assert names(machine, empty_account) == ["Park"]
-    machine.paste(undo())
-    assert names(machine, empty_account) == ["Park", "Wood"]
+@pytest.fixture
+def small_disk(machine):
+    """Which holds the database for the test."""
+    folder = "/var/lib/gardening"
+    copy = f"cp -a {folder}/gardening.db* /run/ && mount -t tmpfs -o size=2M tmpfs {folder}"
+    machine.paste(f"systemctl stop gardening; {copy} && mv /run/gardening.db* {folder}")
+    machine.paste("systemctl start gardening")
+    yield
+    machine.paste(f"systemctl stop gardening; umount {folder} && systemctl start gardening")
 
 
 NEWEST = f"{BACKUPS}/2098-01-01T000000Z.db"
-
-
-def test_refused_restore_is_undone(machine, no_backups, empty_account):
-    add_project(machine, empty_account, "Park")
-    machine.paste(f"echo nonsense > {NEWEST} && chown gardening {NEWEST}")
-    printed = machine.paste(restore_later(), status=1)
-    assert "Error: " in printed and "file is not a database" in printed
-    assert "inactive" in machine.paste("systemctl is-active gardening", status=3)
-    machine.paste(undo())
-    assert names(machine, empty_account) == ["Park"]
-
-
-def test_undoing_a_restore_that_stopped_nothing_keeps_the_database(machine, empty_account):
-    """As after Ctrl-C while the service was to stop, when nothing had been moved yet."""
-    add_project(machine, empty_account, "Park")
-    folder = "/var/lib/gardening/before-2098-01-01T000000Z"
-    machine.paste(f"install -d -o gardening -m 700 {folder}")
-    machine.paste(undo())
-    assert names(machine, empty_account) == ["Park"]
-    machine.paste(f"[ ! -e {folder} ]")
-
-
-NO_BACKUP = {  # by what creates it: what is said of it
-    "true": "Not restored: ''",
-    f"install -o gardening /dev/null {NEWEST}": f"Not restored: '{NEWEST}'",
-    f"install -m 600 /etc/hostname {NEWEST}": "Permission denied",
+FOREIGN = f"import sqlite3; sqlite3.connect('{NEWEST}').execute('CREATE TABLE a (b)')"
+REFUSED = {  # by what creates it: what is said of it
+    "true": r"no such file: .*/20\*\.db",
+    f"mkdir {NEWEST}": "no such file",
+    f"touch {NEWEST}": "file is empty",
+    f"cp /etc/hostname {NEWEST}": "file is not a database",
+    f"gardening backup {BACKUPS}/a.db && head -c 9000 {BACKUPS}/a.db >{NEWEST}": "malformed",
+    f'python3 -c "{FOREIGN}"': "made by another program",
+    f"head -c 3M /dev/zero >{NEWEST}": "No space left on device",
 }
 
 
-@pytest.mark.parametrize("creation, words", NO_BACKUP.items(), ids=["none", "empty", "of root"])
-def test_restore_without_a_backup_stops_nothing(
-    machine, no_backups, empty_account, creation, words
+@pytest.mark.parametrize("creation, words", REFUSED.items())
+def test_refused_restore_stops_nothing_and_leaves_nothing(
+    machine, small_disk, no_backups, empty_account, creation, words
 ):
-    process = main_pid(machine)
-    machine.paste(creation)
-    assert words in machine.paste(RESTORE, status=1)
-    assert main_pid(machine) == process
-    assert names(machine, empty_account) == []
-
-
-def test_backup_of_another_machine_is_restored(machine, no_backups, empty_account):
     add_project(machine, empty_account, "Park")
-    machine.paste("systemctl start gardening-backup")
-    machine.paste(f"mv {BACKUPS}/20* /root/2098-01-01T000000Z.db && chown root /root/2098*")
-    add_project(machine, empty_account, "lost")
-    [copy] = re.findall("`(install .* BACKUP .*)`", (ROOT / PAGE).read_text())
-    machine.paste(f"cd && {replaced(copy, {'BACKUP': '2098*'})}")
-    machine.paste(restore_later())
+    process, before = main_pid(machine), files(machine)
+    machine.paste(creation)
+    printed = machine.paste(RESTORE, status=1).splitlines()
+    assert re.search(words, printed[-1]) and len(printed) <= 2  # Restoring …
+    assert (main_pid(machine), files(machine)) == (process, before)
     assert names(machine, empty_account) == ["Park"]
 
 
-@pytest.mark.parametrize("seconds", [0.1, 0.2, 0.25, 0.3, 0.35, 0.4, 0.8])
-def test_restore_that_is_cut_off_leaves_the_old_folder_or_a_whole_database(
-    machine, no_backups, empty_account, seconds
-):
-    """With all processes that it has started, as by a power cut."""
+# What is not yet in the database file itself when its process ends.
+IN_THE_WAL = """
+import os, sqlite3
+database = sqlite3.connect("old one.db", isolation_level=None)
+database.execute("PRAGMA journal_mode = WAL")
+database.execute("UPDATE project SET name = 'in the -wal'")
+os._exit(0)
+"""
+# Another program keeps the -wal beside the database, whatever stops.
+HOLDING = f"""
+import sqlite3, time
+database = sqlite3.connect("{DATABASE}", isolation_level=None)
+database.execute("BEGIN").execute("SELECT * FROM project").fetchall()
+print("held", flush=True)
+time.sleep({LIMIT})
+"""
+
+
+def test_database_and_file_of_root_have_their_wal(machine, no_backups, empty_account):
+    add_project(machine, empty_account, "Park")
+    machine.paste("systemctl start gardening-backup")
+    machine.paste(f"cd && mv {BACKUPS}/20* 'old one.db' && chown root old*")
+    machine.paste("cd && python3 -", input=IN_THE_WAL)
+    machine.paste("cat > /run/holding.py", input=HOLDING)
+    hold = "python3 /run/holding.py >/run/held 2>&1 & until [ -s /run/held ]; do sleep 0.1; done"
+    machine.paste(f"{hold}; echo $! >/run/pid")
+    add_project(machine, empty_account, "Wood")
+    printed = machine.paste(restore_later("'old one.db'"))
+    assert names(machine, empty_account) == ["in the -wal"]
+    machine.paste("kill -KILL $(cat /run/pid); rm /run/held")
+    go_back(machine, printed)
+    assert names(machine, empty_account) == ["Park", "Wood"]
+
+
+def test_of_two_restores_at_once_one_is_refused(machine, no_backups, empty_account):
+    machine.paste("systemctl start gardening-backup")
+    printed = machine.paste(f"{restore_later()} & {RESTORE}; wait")
+    assert printed.count("Restored: ") == printed.count("another restore is running") == 1
+
+
+# Ends the script that calls a program with this word in its arguments, once that has ended.
+KILLING = """#!/bin/sh
+PATH=${PATH#*:} ${0##*/} "$@"
+case "$*" in *WORD*) kill -KILL $PPID ;; esac
+"""
+
+
+@pytest.mark.parametrize("word", ["mkdir", "tee", "python", "stop", "mv"])
+def test_restore_that_was_killed_is_done_again(machine, no_backups, empty_account, word):
+    """Killed after this command: `mv` leaves no database in its place."""
     add_project(machine, empty_account, "Park")
     machine.paste("systemctl start gardening-backup")
     add_project(machine, empty_account, "Wood")
-    machine.paste("cat > /run/restore", input=RESTORE)
-    machine.paste(
-        f"rm -rf /var/lib/gardening/before-*; setsid bash /run/restore >/dev/null 2>&1 & "
-        f"sleep {seconds}; kill -KILL -- -$!; systemctl kill --signal=KILL 'run-*.service'; true"
-    )
-    started = machine.paste("systemctl start gardening && echo started || true")
-    if "started" in started:
-        found = names(machine, empty_account)
-        assert found in (["Park"], ["Park", "Wood"])
-        return
-    assert "no database at" in machine.paste("journalctl -u gardening -n 20")
-    machine.paste(undo())
-    assert names(machine, empty_account) == ["Park", "Wood"]
+    install = "cd /run && mkdir -p killing && cd killing && tee setpriv >systemctl && chmod +x *"
+    machine.paste(install, input=replaced(KILLING, {"WORD": word}))
+    path = f"/run/killing:{ENVIRONMENT['PATH']}"
+    printed = machine.paste(f"{restore_later()} || exit $?", status=137, PATH=path)
+    if word not in ("stop", "mv"):
+        assert names(machine, empty_account) == ["Park", "Wood"]
+    again = machine.paste(restore_later())
+    assert "Restored: " in again
+    assert names(machine, empty_account) == ["Park"]
+    assert "restore.partial" not in files(machine)
+    assert ("To go back: " in again) == (word != "mv")
+    if word == "mv":
+        [old] = re.findall("The old file moves to (.*?),", printed)
+        machine.paste(restore_later(f"{old}/gardening.db"))
+        assert names(machine, empty_account) == ["Park", "Wood"]
+
+
+LOSE = "sleep 60) 2>/dev/null | script --quiet /dev/null >/dev/null & sleep $0; kill -KILL $!"
+CTRL_C = "sleep $0; printf '\\3'; sleep 1; echo exit) | script --quiet /dev/null"
+
+
+@pytest.mark.parametrize("seconds", [0.4, 0.7, 0.9, 1.1])
+@pytest.mark.parametrize("end", [LOSE, CTRL_C], ids=["lost terminal", "Ctrl-C"])
+def test_restore_that_loses_its_terminal_is_done_or_undone(
+    machine, no_backups, empty_account, end, seconds
+):
+    add_project(machine, empty_account, "Park")
+    machine.paste("systemctl start gardening-backup")
+    add_project(machine, empty_account, "Wood")
+    typed = f"(echo {RESTORE}; {end.replace('$0', str(seconds))}"
+    machine.paste(f"sleep 1.1; {typed}; flock --wait 60 /var/lib/gardening true")
+    assert names(machine, empty_account) in (["Park"], ["Park", "Wood"])
+    assert "restore.partial" not in files(machine)
 
 
 def test_newest_14_backups_are_kept_and_all_of_them_after_a_failure(machine, no_backups):
@@ -851,10 +894,10 @@ def test_projects_move_to_postgresql_and_back(machine, empty_account, saved_sett
     machine.paste(restore, status=1)
     assert curl(machine, PROJECTS, token=empty_account) == kept
 
-    # A newer release has raised the schema version; the block for a file finds none.
+    # A newer release has raised the schema version.
     raise_version = "COMMENT ON TABLE project IS 'Gardening Project Service, schema version 99'"
     machine.paste(f'runuser -u postgres -- psql gardening -c "{raise_version}"')
-    assert "Not restored: " in machine.paste(RESTORE, status=1)
+    assert f"see {POSTGRESQL}" in machine.paste(RESTORE, status=1)
     machine.paste("systemctl restart gardening", status=1)
     [drop] = re.findall("`([^`]* dropdb [^`]*)`", (ROOT / POSTGRESQL).read_text())
     [create] = re.findall("(?m)^ *(.* createdb .*)$", create_database)
