@@ -8,6 +8,7 @@ VOLUME /data
 WORKDIR /opt/gardening
 ENV PATH=/opt/gardening/.venv/bin:$PATH \
     GARDENING_DATABASE=/data/gardening.db \
+    TMPDIR=/data \
     PORT=8000
 EXPOSE 8000
 CMD ["gunicorn"]

@@ -104,7 +104,7 @@ def test_compose_file_confines_the_service_and_fits_the_image():
     assert service["security_opt"] == ["no-new-privileges:true"]
     [volume] = service["volumes"]
     assert (volume["type"], volume["target"]) == ("volume", "/data")
-    assert "GARDENING_DATABASE=/data/gardening.db " in DOCKERFILE
+    assert " GARDENING_DATABASE=/data/gardening.db     TMPDIR=/data " in DOCKERFILE
     [port] = service["ports"]
     assert (port["host_ip"], port["target"]) == ("127.0.0.1", 8000)
     assert " PORT=8000\n" in DOCKERFILE
@@ -156,59 +156,88 @@ def started(command, environment):
             process.terminate()
 
 
-def in_volume(volume, block):
-    """The script that a block of the page runs in the container, on this volume."""
-    [script] = re.findall("sh -e?c '([^']*)'", block)
-    return f"({script.replace('/data', str(volume))})"
+# What the page's commands do in the container, done here, with a folder for its volume.
+DOCKER = """#!/bin/sh -e
+[ "$COMPOSE_FILE" = /opt/gardening/deploy/compose.yaml ]
+in_volume() { echo "$1" | sed "s,/data,$VOLUME,g"; }
+case "$*" in
+"compose stop" | "compose up --detach --wait") echo "$2" >>"$VOLUME.called"; exit ;;
+"compose exec -T "* | "compose run --rm -T gardening "*) ;;
+*) exit 1 ;;
+esac
+until [ "$1" = gardening ]; do
+    [ "$1" != --env ] || export "$(in_volume "$2")"
+    shift
+done
+[ "$2 $3" = "sh -ec" ]
+cd "$CLONE"
+exec sh -ec "$(in_volume "$4")"
+"""
+BACKUP, RESTORE = blocks(PAGE, "Backup and restore")
 
 
-@pytest.mark.parametrize("is_lost", [False, True])
-def test_backup_of_a_container_is_restored_in_a_volume(environment, database, tmp_path, is_lost):
-    volume, copy = Path(database).parent, tmp_path / "copy"
-    backup, restore = blocks(PAGE, "Backup and restore")
-    environment["PATH"] = f"{BIN}:{environment['PATH']}"
+@pytest.fixture
+def docker(environment, database, tmp_path):
+    """Runs a block of the page in a folder of its own, which it returns."""
+    folder = tmp_path / "host"
+    folder.mkdir()
+    (folder / "docker").write_text(DOCKER)
+    (folder / "docker").chmod(0o755)
+    there = environment | {
+        "PATH": f"{folder}:{BIN}:{environment['PATH']}",
+        "COMPOSE_FILE": "/opt/gardening/deploy/compose.yaml",
+        "VOLUME": str(Path(database).parent),
+        "CLONE": str(ROOT),
+    }
+
+    def paste(block, status=0):
+        run("sh", "-c", block, folder=folder, environment=there, status=status)
+        return folder
+
+    return paste
+
+
+def test_backup_of_a_container_is_restored_in_a_volume(environment, database, docker):
     token = token_on(database)
     with gunicorn(environment) as (_, port), Client(port, token) as client:
         kept = client.call("POST", PROJECTS, {"name": "Park"})[1]
-        saved = f"{in_volume(volume, backup)} > {shlex.quote(str(copy))}"
-        run("sh", "-ec", saved, environment=environment)
-        client.call("POST", PROJECTS, {"name": "written since"})
-    if is_lost:
-        os.remove(database)
-    copied = f"{in_volume(volume, restore)} < {shlex.quote(str(copy))}"
-    run("sh", "-ec", copied, environment=environment)
+        docker(BACKUP)
+        since = client.call("POST", PROJECTS, {"name": "written since"})[1]
+    docker(RESTORE)
     with gunicorn(environment) as (_, port), Client(port, token) as client:
         assert client.call("GET", PROJECTS) == (200, [kept])
-    if is_lost:
-        return
-    [before] = volume.glob("before-*/gardening.db")
-    with closing(sqlite3.connect(before)) as connection:
-        assert connection.execute("SELECT count(*) FROM project").fetchall() == [(2,)]
+    volume = Path(database).parent
+    assert Path(f"{volume}.called").read_text().split() == ["stop", "up"]
+    [before] = volume.glob("before-*")
+    [option] = re.findall("`(--env .*?)`", (ROOT / PAGE).read_text())
+    option = option.replace("before-DATE", before.name)
+    docker(replaced(BACKUP, {"exec -T": f"exec -T {option}"}))
+    os.remove(database)  # a lost one is no hindrance
+    docker(f"sleep 1.1; {RESTORE}")
+    with gunicorn(environment) as (_, port), Client(port, token) as client:
+        assert client.call("GET", PROJECTS) == (200, [kept, since])
+    assert not (volume / "new").exists()
 
 
-DOCKER = """#!/bin/sh -e
-[ "$COMPOSE_FILE" = deploy/compose.yaml ]
-[ "$*" = "compose exec -T gardening sh -ec $7" ]
-cd "$CLONE"
-exec sh -ec "$(echo "$7" | sed "s,/data,$VOLUME,g")"
-"""
+def test_copy_that_is_refused_stops_no_container_and_leaves_nothing(environment, database, docker):
+    token, volume = token_on(database), Path(database).parent
+    with gunicorn(environment) as (_, port), Client(port, token) as client:
+        docker(BACKUP)
+        docker(f"echo nonsense >gardening.db\n{RESTORE}", status=1)
+        assert client.call("GET", PROJECTS) == (200, [])
+        assert {*volume.glob("[!g]*")} == {volume / "host"}
+    assert not Path(f"{volume}.called").exists()
 
 
-def test_copies_of_seven_nights_are_kept(environment, token, database, tmp_path):
+def test_copies_of_seven_nights_are_kept(token, database, docker):
     """By cron, to which "%" is a line break, but not "\\%"."""
     [line] = blocks(PAGE, "Backup and restore", "text")
     time, command = re.fullmatch(r"((?:\S+ ){5})(.*)\n", line).groups()
     assert time == "0 3 * * * " and "%" not in command.replace(r"\%", "")
-    clone = tmp_path / "clone"
-    clone.mkdir()
-    command = replaced(command, {r"\%": "%", "/opt/gardening": str(clone)})
-    (clone / "backup.sh").write_text(blocks(PAGE, "Backup and restore")[0])
-    (clone / "docker").write_text(DOCKER)
-    (clone / "docker").chmod(0o755)
-    environment |= {"PATH": f"{clone}:{BIN}:{environment['PATH']}"}
-    environment |= {"VOLUME": str(Path(database).parent), "CLONE": str(ROOT)}
-    run("sh", "-c", command, environment=environment)
-    [copy] = clone.glob("night-[1-7].db")
+    [file] = re.findall("save that block as `(.*?)`", (ROOT / PAGE).read_text())
+    command = replaced(command, {r"\%": "%", f"cd {Path(file).parent} && ": ""})
+    folder = docker(f"cat >{Path(file).name} <<'END'\n{BACKUP}END\nunset COMPOSE_FILE\n{command}")
+    [copy] = folder.glob("night-[1-7].db")
     assert copy.stat().st_mode & 0o777 == 0o600
     with closing(sqlite3.connect(copy)) as connection:
         assert connection.execute("SELECT count(*) FROM token").fetchall() == [(1,)]
@@ -227,20 +256,3 @@ def test_password_of_postgresql_is_in_no_environment(tmp_path):
     }
     [volume] = service["volumes"]
     assert (volume["type"], volume["target"]) == ("bind", "/etc/gardening.pgpass")
-
-
-def test_old_database_moves_back_after_a_copy_was_refused(environment, database):
-    volume = Path(database).parent
-    _, restore = blocks(PAGE, "Backup and restore")
-    [back] = re.findall("`(.*'mv -n .*)`", (ROOT / PAGE).read_text())
-    environment["PATH"] = f"{BIN}:{environment['PATH']}"
-    token = token_on(database)
-    restoring = ["sh", "-ec", in_volume(volume, restore)]
-    run(*restoring, environment=environment, input="no database", status=1)
-    started = run(BIN / "gunicorn", environment=environment, status=1)
-    assert "no database at" in started.stderr
-    [before] = volume.glob("before-*")
-    script = in_volume(volume, back).replace("before-DATE", before.name)
-    run("sh", "-c", script, environment=environment)
-    with gunicorn(environment) as (_, port), Client(port, token) as client:
-        assert client.call("GET", PROJECTS) == (200, [])
