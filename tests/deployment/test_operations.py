@@ -715,7 +715,8 @@ def test_restore_that_loses_its_terminal_is_done_or_undone(
 
 
 def test_newest_14_backups_are_kept_and_all_of_them_after_a_failure(machine, no_backups):
-    machine.paste(f"cd {BACKUPS} && touch mine.db 2020-01-{{10..30}}T030000Z.db")
+    old = "touch --date='14 days ago'"
+    machine.paste(f"cd {BACKUPS} && {old} mine.db 2020-01-{{10..30}}T030000Z.db")
     machine.paste("mv /opt/gardening/app.py /tmp/")
     try:
         machine.paste("systemctl start gardening-backup", status=1)
@@ -730,6 +731,16 @@ def test_newest_14_backups_are_kept_and_all_of_them_after_a_failure(machine, no_
     assert before <= dated[-1] <= after
     owner = machine.paste(f"stat --format='%U %a' {BACKUPS}/{dated[-1]}")
     assert owner == "gardening 600\n"
+
+
+def test_backup_is_kept_for_14_days_however_many_are_newer(machine, no_backups):
+    """As upgrades make them, and a clock that was wrong."""
+    machine.paste(f"cd {BACKUPS} && touch --date='13 days ago' 2020-01-01T030000Z.db")
+    machine.paste(
+        f"cd {BACKUPS} && touch 2020-02-{{10..25}}T030000Z.db 2098-01-{{10..25}}T030000Z.db"
+    )
+    machine.paste("systemctl start gardening-backup")
+    assert len(machine.paste(f"ls {BACKUPS}").split()) == 1 + 16 + 1 + 16
 
 
 def test_next_backup_deletes_what_one_that_was_killed_has_left(machine, no_backups):
