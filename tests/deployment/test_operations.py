@@ -332,7 +332,8 @@ def upgrade_later():
 
 def go_back_from(printed):
     """The command that a failed upgrade names, which is the page's."""
-    [line] = re.findall("(?m)^Not installed. To go back: (.*)\\Z", printed.rstrip())
+    found = "(?m)^Not installed. Before: ([0-9a-f]{40}). To install that: (.*\\1.*)\\Z"
+    [(_, line)] = re.findall(found, printed.rstrip())
     [command] = [each for each in blocks(PAGE, "Upgrade") if "COMMIT" in each]
     assert re.fullmatch(command.strip().replace("COMMIT", "[0-9a-f]{40}"), line)
     return line
@@ -358,7 +359,9 @@ def test_failed_upgrade_names_the_command_that_goes_back(machine, empty_account,
     release(machine, "git revert --no-edit --no-commit HEAD")
     printed = paste_twice(machine, upgrade_later())
     assert installed_release(machine) != before
-    assert printed.endswith(f"Before: {installed_release(machine)}")
+    newest = machine.paste(f"ls {BACKUPS}/20*.db | tail -n 1")
+    before = installed_release(machine).strip()
+    assert printed.endswith(f". Before: {before}. Newest backup: {newest}")
     assert "back" in names(machine, empty_account)
 
 
@@ -490,6 +493,20 @@ def test_install_ends_when_packages_cannot_be_installed(machine, fails):
     assert machine.paste("cat /run/called").splitlines() == called[: 1 if fails == "update" else 2]
 
 
+def test_install_that_was_interrupted_runs_again(machine):
+    """At ten moments, with all its processes; the first is when pip takes itself for installed."""
+    clone, install = "/opt/gardening", "/opt/gardening/deploy/install"
+    machine.paste(f"rm -r {clone}/.venv && git -C {clone} update-ref -d refs/installed")
+    metadata = f"{clone}/.venv/lib/*/site-packages/pip-*/METADATA"
+    moments = [f"until ls {metadata} 2>/dev/null; do sleep 0.01; done"]
+    moments += [f"sleep {seconds}" for seconds in (0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4, 5)]
+    for moment in moments:
+        machine.paste(f"setsid {install} & {moment}; kill -KILL -- -$! || true")
+    assert "Installed: " in machine.paste(install)
+    assert curl(machine, "/health")[0] == 200
+    machine.paste("gardening --version")
+
+
 def test_install_from_a_clone_that_git_refuses_creates_no_database(machine):
     machine.paste(f"systemctl stop gardening && mv {DATABASE} {DATABASE}-lost")
     machine.paste("chown nobody /opt/gardening")
@@ -506,7 +523,7 @@ def test_install_keeps_settings_and_creates_no_database(machine, saved_settings)
     machine.paste("sed -i s/gardening.db/gardning.db/ /etc/gardening.env")
     machine.paste("systemctl stop gardening")
     printed = machine.paste("/opt/gardening/deploy/install", status=1)
-    assert go_back_from(printed)
+    assert printed.endswith("\nNot installed.\n")  # from this commit, no other can be gone back to
     assert "no database at" in machine.paste("journalctl -u gardening -n 20")
     machine.paste("grep -q gardning.db /etc/gardening.env")
     machine.paste("ls /var/lib/gardening/gardning.db", status=2)
