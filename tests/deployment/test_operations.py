@@ -26,9 +26,10 @@ DATABASE = "/var/lib/gardening/gardening.db"
 BACKUPS = "/var/backups/gardening"
 NOW = "date -u +%Y-%m-%dT%H%M%SZ.db"  # how a backup is named
 NEW_NAME = f"while [ -e {BACKUPS}/$({NOW}) ]; do sleep 0.1; done"  # waits for it
-# Debian's packages are there already, and there is no network.
+# Debian's packages are there already, and there is no network. Debian's reads the terminal, too.
 APT_GET = """#!/bin/sh -e
 [ "$1" = update ] && exit
+timeout --foreground 1 cat >/dev/null || true
 [ "$1 $2" = "install --yes" ]
 shift 2
 dpkg --status "$@" >/dev/null
@@ -60,6 +61,9 @@ def srv(tmp_path_factory):
     return folder
 
 
+INSTALL = replaced(block("Install"), {"https://git.example.org/gardening.git": "/srv/gardening"})
+
+
 @contextmanager
 def installed(srv):
     """A machine with the service and nginx, installed as the page has it."""
@@ -68,8 +72,7 @@ def installed(srv):
         release(machine, "git init --quiet --initial-branch=main .")
         # A Python of root's own, which the service's user could not read.
         machine.paste("ln -s /bin/false /usr/local/bin/python3")
-        address = {"https://git.example.org/gardening.git": "/srv/gardening"}
-        paste_twice(machine, replaced(block("Install"), address))
+        paste_twice(machine, INSTALL)
         machine.paste("rm /usr/local/bin/python3")
         paste_twice(machine, block("nginx"))
         yield machine
@@ -838,6 +841,17 @@ def test_backup_that_was_not_made_is_noticed(machine, no_backups):
     machine.paste(script, status=1)
     machine.paste("systemctl start gardening-backup")
     paste_twice(machine, script)
+
+
+def test_blocks_are_pasted_into_a_terminal_without_bracketed_paste(machine):
+    """As a provider's web console: what a program reads there is lost to the shell."""
+    machine.paste(f"rm /etc/nginx/conf.d/gardening.conf; {INSTALL}systemctl start gardening-backup")
+    machine.paste("git -C /opt/gardening update-ref -d refs/installed")
+    pasted = f"{INSTALL}{block('nginx')}{RESTORE}\necho pasted $((1 + 1)) blocks\nexit\n"
+    terminal = "timeout 60 script --quiet --command 'bash --norc' /dev/null"
+    printed = machine.paste(terminal, input=pasted)
+    assert "Restored: " in printed and "pasted 2 blocks" in printed
+    machine.paste("ls /etc/nginx/conf.d/gardening.conf")
 
 
 def test_host_of_the_block_is_called_through_nginx(machine):
