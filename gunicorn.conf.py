@@ -46,6 +46,8 @@ worker_tmp_dir = "/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else Non
 limit_request_line = 8190  # bytes, as for each header, and as nginx takes
 control_socket_disable = True  # there is one per user, so two instances would clash
 accesslog = "-"
+# A format of your own, in GUNICORN_CMD_ARGS=--access-logformat=…, can have these names alone, and
+# none of gunicorn's.
 access_log_format = (
     '"%(caller)s" "%(method)s %(path)s" %(status)s %(bytes)s %(microseconds)s %(request_id)s'
 )
