@@ -11,8 +11,9 @@ from typing import Any
 import requests
 
 Object = dict[str, Any]  # of JSON: a Project, some of its fields, or a problem document
+NO_PROJECT = "urn:gardening:no-such-project"
+SPENT = "urn:gardening:key-spent"
 FULL = "urn:gardening:account-full"
-GONE = ("urn:gardening:no-such-project", "urn:gardening:key-spent")
 REFUSED = (400, 412, 413, 415, 422)  # for good, whatever the type of the problem
 SUCCESS = {"GET": 200, "POST": 201, "PUT": 200, "DELETE": 204}
 
@@ -28,9 +29,9 @@ class LocalCopy:
     """
 
     def __init__(self, file: Path, url: str, token: str, timeout: float = 10) -> None:
-        """`url` is the address of the list. Raises ValueError if the file is a copy of another.
+        """`url` is the address of the list. Raises ValueError for a file of another address.
 
-        A file belongs to one account. Its token may change.
+        A file belongs to one account, whose token may change.
         """
         self.file, self.url, self.timeout = file, url.rstrip("/"), timeout
         self.session = requests.Session()
@@ -41,7 +42,10 @@ class LocalCopy:
             raise ValueError(f"{file} is a copy of {address}")
 
     def save(self) -> None:
-        """Write all of it to the file, which a kill leaves as it was before or after."""
+        """Write all of it to the file, which a kill leaves as it was before or after.
+
+        After an OSError, what has changed here is not in the file yet.
+        """
         state = self.url, self.etag, self.projects, self.changes, self.ids, self.conflicts
         with open(f"{self.file}.new", "w") as file:
             json.dump(state, file)
@@ -53,106 +57,110 @@ class LocalCopy:
         """Create a Project, change one, or without fields delete one. `sync` sends it.
 
         `project` is the Project as the user saw it; or its id or key, for the Project as it is
-        here. Returns its id, or the key of a new one. Raises KeyError for an unknown id or key.
+        here. Returns its id, or the key of a new one. Raises KeyError if there is none, or if it is
+        to be deleted.
         """
         if project is None:
-            name = os.urandom(16).hex()
-            self.changes[name] = [None]
+            ref, seen = os.urandom(16).hex(), None
         elif isinstance(project, str):
-            name = self.ids.get(project, project)
-            if name not in self.changes:
-                self.changes[name] = [self.projects[name]]
+            ref = self.ids.get(project, project)
+            seen = self.changes[ref][0] if ref in self.changes else self.projects[ref]
         else:
-            name = project["id"]
-            self.changes.setdefault(name, [project])
-        if fields is None and self.changes[name][0] is None:
-            del self.changes[name]  # nobody has heard of it
+            ref, seen = project["id"], project
+        changes = self.changes.setdefault(ref, [seen])
+        if None in changes[1:]:
+            raise KeyError(f"{ref} is to be deleted")
+        if seen and seen["version"] < changes[0]["version"]:
+            changes[0] = seen  # so that all these changes become a conflict
+        if fields is None and changes[0] is None:
+            del self.changes[ref]  # nobody has heard of it
         else:
-            self.changes[name].append(fields)
+            changes.append(fields)
         self.save()
-        return name
+        return ref
 
     def sync(self) -> None:
         """Send the changes, then fetch the list.
 
-        Raises requests.RequestException unless all of that succeeded: call it again later.
+        Raises requests.RequestException if a response is missing: call it again later. A change that
+        is refused becomes a conflict, and a new Project for which there is no room waits.
         """
         failure = None
-        for name in [*self.changes]:
-            next_name: str | None = name
+        for ref in [*self.changes]:
+            next_ref: str | None = ref
             try:
-                while next_name:
-                    next_name = self.send(next_name)
+                while next_ref:
+                    next_ref = self._send(next_ref)
             except (requests.ConnectionError, requests.Timeout):
                 raise  # nothing responds, and each of the others would wait for that, too
             except requests.RequestException as error:
                 if error.response is not None and error.response.status_code in (401, 429):
                     raise  # which is about the caller, not the change
                 failure = error
-        self.fetch()
+        self._fetch()
         if failure:
             raise failure
 
-    def send(self, name: str) -> str | None:
-        """Send the first change with this name. Returns the name of the next one, if any is left."""
-        if self.changes[name][0] is None:
-            self.changes[name][0] = {}
+    def _send(self, ref: str) -> str | None:
+        """Send the first change of a Project. Returns its id if there is another one to send."""
+        if self.changes[ref][0] is None:
+            self.changes[ref][0] = {}
             self.save()
-        is_done, project, problem = self.submit(name)
-        base, fields, *later = self.changes[name]
+        is_done, project, problem = self._submit(ref)
+        base, fields, *later = self.changes[ref]
         if problem.get("type") == FULL and not is_done:
-            self.changes[name][0] = None  # it was not created, and waits for room
+            self.changes[ref][0] = None  # it was not created, and waits for room
             self.save()
             return None
-        del self.changes[name]
+        del self.changes[ref]
         self.etag = None  # from now on, `projects` is not the list that this names
         if project:
             self.projects[project["id"]] = project
-        elif base and (not problem or problem.get("type") in GONE):
-            self.projects.pop(name, None)
+        elif not problem or problem.get("type") == NO_PROJECT:
+            self.projects.pop(ref, None)
         if project and not base:
-            self.ids[name] = project["id"]
+            self.ids[ref] = project["id"]
             # The user saw what they created, and no change of another device since.
             project = project | {"version": 1, "updated_at": project["created_at"]}
         left = [fields, *later]
         if is_done:
             left = later if project else []  # a deletion ends what is left
-        next_name = None
+        next_ref = None
         if left and is_done and project["id"] not in self.changes:
-            next_name = str(project["id"])
-            self.changes[next_name] = [project, *left]
+            next_ref = str(project["id"])
+            self.changes[next_ref] = [project, *left]
         elif left:
             # Refused; or the user has also changed a new Project as it came with the list.
-            self.conflicts.append({"id": name, "changes": left, "found": project or problem})
+            self.conflicts.append({"id": ref, "changes": left, "found": project or problem})
         self.save()
-        return next_name
+        return next_ref
 
-    def submit(self, name: str) -> tuple[bool, Object, Object]:
-        """Whether the first change with this name is done now; and what `call` returned last.
+    def _submit(self, ref: str) -> tuple[bool, Object, Object]:
+        """Whether the first change of a Project is done now; and what `_call` returned last.
 
         It changes nothing here, so that it can be repeated after any error.
         """
-        base, fields, *later = self.changes[name]
-        is_deleted = None in (fields, *later)  # by the user
+        base, fields, *later = self.changes[ref]
+        is_deleted = None in (fields, *later)
         if not base:
-            project, problem = self.call("POST", self.url, fields, {"Idempotency-Key": name})
-            is_spent = problem.get("type") in GONE and not later
+            project, problem = self._call("POST", self.url, fields, {"Idempotency-Key": ref})
+            is_spent = problem.get("type") == SPENT and not later
             return bool(project) or is_deleted or is_spent, project, problem
         url = f"{self.url}/{base['id']}"
         method = "DELETE" if fields is None else "PUT"
         etag = f'"{base["version"]}-{base["updated_at"]}"'
-        project, problem = self.call(method, url, fields, {"If-Match": etag})
+        project, problem = self._call(method, url, fields, {"If-Match": etag})
         is_made = not problem
         if problem.get("status") == 412:
-            project, problem = self.call("GET", url)
+            project, problem = self._call("GET", url)
             # If all is as the user wanted it, the change was made, and its response was lost.
-            versions = {name: base[name] for name in ("version", "updated_at")}
-            is_made = fields is not None and project | versions == base | fields
-        return is_made or (is_deleted and problem.get("type") in GONE), project, problem
+            before = {"version": base["version"], "updated_at": base["updated_at"]}
+            is_made = fields is not None and project | before == base | fields
+        return is_made or (is_deleted and problem.get("type") == NO_PROJECT), project, problem
 
-    def fetch(self) -> None:
+    def _fetch(self) -> None:
         """Fetch the list, unless it is the one that is here."""
-        response, found = self.request("GET", self.url, headers={"If-None-Match": self.etag})
+        response, found = self._request("GET", self.url, headers={"If-None-Match": self.etag})
         if response.status_code == 304 and self.etag:
             return
         is_list = isinstance(found, list) and all(map(is_project, found))
@@ -163,23 +171,23 @@ class LocalCopy:
         self.etag = response.headers["ETag"]
         self.save()
 
-    def call(
+    def _call(
         self, method: str, url: str, fields: Object | None = None, headers: Any = None
     ) -> tuple[Object, Object]:
         """The Project, and the problem; one of them is {}, and both are after a deletion.
 
         Raises requests.RequestException if nothing came, or nothing that decides.
         """
-        response, found = self.request(method, url, json=fields, headers=headers)
+        response, found = self._request(method, url, json=fields, headers=headers)
         status, media_type = response.status_code, response.headers.get("Content-Type", "")
         if status == SUCCESS[method] and (method == "DELETE" or is_project(found)):
             return found or {}, {}
         is_problem = media_type.startswith("application/problem+json") and isinstance(found, dict)
-        if is_problem and (status in REFUSED or found.get("type") in (FULL, *GONE)):
+        if is_problem and (status in REFUSED or found.get("type") in (NO_PROJECT, SPENT, FULL)):
             return {}, found
         raise undecided(response)
 
-    def request(self, method: str, url: str, **options: Any) -> tuple[requests.Response, Any]:
+    def _request(self, method: str, url: str, **options: Any) -> tuple[requests.Response, Any]:
         """A response, and the JSON in it, if any."""
         # A redirect would take the token elsewhere, and turn a PUT into a GET.
         options |= {"timeout": self.timeout, "allow_redirects": False}

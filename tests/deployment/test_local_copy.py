@@ -133,15 +133,32 @@ def test_changes_made_offline_are_sent_in_their_order(device, gardening):
 
 
 @pytest.mark.parametrize("later", [None, {"name": "late"}])
-def test_deletion_ends_the_changes_of_its_project(device, gardening, later):
-    phone = device()
-    phone.copy.change({"name": "Park"})
-    phone.sync()
-    for fields in (None, later):
+def test_project_that_is_to_be_deleted_cannot_be_changed(two_devices, gardening, later):
+    """Also if another device has deleted it before a change that came before the deletion."""
+    phone, laptop = two_devices
+    laptop.change_only(None)
+    assert laptop.sync()
+    for fields in ({"name": "Wood"}, None):
         phone.change_only(fields)
+    with pytest.raises(KeyError, match="is to be deleted"):
+        phone.change_only(later)
     assert phone.sync()
     assert projects_on(gardening) == phone.names() == []
     assert phone.is_clean()
+
+
+def test_change_of_what_the_user_saw_before_other_changes_is_a_conflict(two_devices, gardening):
+    """Also if one of those, which has seen what another device did, is not sent yet."""
+    phone, laptop = two_devices
+    [seen] = phone.copy.projects.values()
+    laptop.change_only({"name": "Theirs"})
+    assert laptop.sync() and phone.sync()
+    for fields, project in ({"postal_code": "1"}, seen["id"]), ({"name": "Mine"}, seen):
+        phone.copy.change(fields, project)
+    assert phone.sync()
+    assert [project["name"] for project in projects_on(gardening)] == ["Theirs"]
+    [conflict] = phone.copy.conflicts
+    assert conflict["changes"] == [{"postal_code": "1"}, {"name": "Mine"}]
 
 
 def test_creation_that_another_device_deleted_does_not_come_back(device, gardening):
