@@ -403,6 +403,9 @@ def test_changed_unit_is_installed_and_in_effect(machine):
     limits = machine.paste(f"cat /proc/{changed}/limits")
     assert re.search("Max open files +8000 ", limits)
     release(machine, "git revert --no-edit --no-commit HEAD")
+    machine.paste("cd /opt/gardening && git pull --quiet --ff-only")
+    units = "deploy/*.service /etc/systemd/system"  # as if an installation had ended after this
+    machine.paste(f"cd /opt/gardening && install -C -m 644 {units} && systemctl daemon-reload")
     machine.paste(upgrade_later())
     restarted = main_pid(machine)
     machine.paste("/opt/gardening/deploy/install")  # nothing has changed
