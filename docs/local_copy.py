@@ -25,7 +25,8 @@ class LocalCopy:
     yet, by the id of a Project or the key of a new one: first the Project as the user saw it, then
     the fields of each change, or None for a deletion. A new Project has None in the first place, or
     {} once it may have been sent. `ids` has the id of each Project that was created here, by key.
-    `conflicts` has the changes that were not made, and what the service has instead.
+    `conflicts` has what was refused: the id or key, the changes, and what was found, which is the
+    Project as the service has it, or its problem document.
     """
 
     def __init__(self, file: Path, url: str, token: str, timeout: float = 10) -> None:

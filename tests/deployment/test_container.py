@@ -162,7 +162,7 @@ DOCKER = """#!/bin/sh -e
 in_volume() { echo "$1" | sed "s,/data,$VOLUME,g"; }
 case "$*" in
 "compose stop" | "compose up --detach --wait") echo "$2" >>"$VOLUME.called"; exit ;;
-"compose exec -T "* | "compose run --rm -T gardening "*) ;;
+"compose exec -T "* | "compose run --rm "*"-T gardening "*) ;;
 *) exit 1 ;;
 esac
 until [ "$1" = gardening ]; do
@@ -209,9 +209,8 @@ def test_backup_of_a_container_is_restored_in_a_volume(environment, database, do
     volume = Path(database).parent
     assert Path(f"{volume}.called").read_text().split() == ["stop", "up"]
     [before] = volume.glob("before-*")
-    [option] = re.findall("`(--env .*?)`", (ROOT / PAGE).read_text())
-    option = option.replace("before-DATE", before.name)
-    docker(replaced(BACKUP, {"exec -T": f"exec -T {option}"}))
+    [call] = re.findall("`(run --rm --env .*?)`", (ROOT / PAGE).read_text())
+    docker(replaced(BACKUP, {"exec": call.replace("before-DATE", before.name)}))
     os.remove(database)  # a lost one is no hindrance
     docker(f"sleep 1.1; {RESTORE}")
     with gunicorn(environment) as (_, port), Client(port, token) as client:
