@@ -175,6 +175,7 @@ selectors.DefaultSelector = selectors.SelectSelector
 IMPORT = "from gardening_service import client"
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 15), reason="Popen.wait itself needs select.poll there")
 @pytest.mark.parametrize("parts", [(IMPORT, PATCH), (PATCH, IMPORT)], ids=["late", "early"])
 def test_service_can_be_started_after_eventlet_has_patched_python(their_environment, parts):
     """As in a conftest.py, before which pytest imports the fixtures, or at the top of a test."""
