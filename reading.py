@@ -15,7 +15,7 @@ from werkzeug.datastructures import ETags
 import schemas
 from store import Page, Precondition
 
-MAX_BODY = 64 * 1024  # bytes; the longest texts, all of them escaped, take 13 KB
+MAX_BODY = 64 * 1024  # bytes; the longest texts, all of them escaped, take 4 KB
 # Werkzeug silently cuts a chunked body off here. With one byte more, read_body notices.
 MAX_CONTENT_LENGTH = MAX_BODY + 1
 

@@ -74,8 +74,10 @@ class ProjectSchema(Schema):
 
     error_messages = NOT_AN_OBJECT
 
-    name = text(1000)
-    postal_code = text(100)
+    # OpenStreetMap's bound of a name, and PayPal's of a postal code. What the two may hold bounds a
+    # whole list.
+    name = text(255)
+    postal_code = text(60)
     location = fields.Nested(PointSchema, allow_none=True)
 
 

@@ -145,7 +145,7 @@ def test_response_may_hold_text_that_a_request_may_not():
     """An older release took names of any length."""
     created = API["paths"][PROJECTS]["post"]["responses"]["201"]["content"]
     project = created["application/json"]
-    longer = {"name": "x" * 1001, "postal_code": "x" * 101}
+    longer = {"name": "x" * 256, "postal_code": "x" * 61}
     validator(project["schema"]).validate(project["example"] | longer)
 
 

@@ -44,7 +44,7 @@ def errors_of(schema, body):
         {"name": ""},
         {"name": " Park\t", "postal_code": "\n94117 "},
         {"name": None, "postal_code": None, "location": None},
-        {"name": "😀" * 1000, "postal_code": "9\x01 \u2028\n" * 20},
+        {"name": "😀" * 255, "postal_code": "9\x01 \u2028\n" * 12},
     ],
 )
 def test_valid_project_comes_through_unchanged(body):
@@ -71,7 +71,7 @@ def test_body_that_is_no_object_is_refused(body):
 
 
 def test_length_of_text_is_limited_in_characters():
-    texts = {"name": "😀" * 1000, "postal_code": "é" * 100}
+    texts = {"name": "😀" * 255, "postal_code": "é" * 60}
     assert load(texts) == texts
     for name, text in texts.items():
         [message] = errors({name: text + "x"})[name]

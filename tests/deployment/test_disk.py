@@ -52,7 +52,7 @@ def test_full_disk_stops_writes_until_there_is_room(mount, tmp_path):
     database = str(disk / "gardening.db")
     token = token_on(database)
     with gunicorn(environment_of(database)) as (_, port), Client(port, token) as client:
-        body, acknowledged = {"name": "x" * 1000}, 1
+        body, acknowledged = {"name": "😀" * 255}, 1
         assert client.call("POST", PROJECTS, body)[0] == 201
         fill(disk)
         for _ in range(1000):  # what SQLite has reserved is to be full as well
