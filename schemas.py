@@ -10,7 +10,7 @@ from engines.fields import READ_ONLY
 # For `page` and `after`: the largest integer that every JSON reader keeps exactly (RFC 7493 2.2).
 # Times MAX_SIZE it stays below 2**63, the limit of a database's OFFSET.
 MAX_PAGE = 2**53 - 1
-MAX_SIZE = 1000  # Projects
+MAX_SIZE = 100  # Projects
 NOT_AN_OBJECT = {"type": "The body must be a JSON object."}
 # "special" is marshmallow's key for NaN and the infinities.
 NOT_FINITE: dict[str, Any] = {"special": "Must be a finite number."}

@@ -152,7 +152,7 @@ def test_key_of_a_deleted_project_is_409(client):
     assert (again.status_code, again.json["type"]) == (409, "urn:gardening:key-spent")
 
 
-@pytest.mark.parametrize("query", ["", "?page=0", "?size=1", "?page=3&size=1000"])
+@pytest.mark.parametrize("query", ["", "?page=0", "?size=1", "?page=3&size=100"])
 def test_unchanged_list_is_not_sent_again(client, project_url, query):
     def ask(tag):
         return client.get(PROJECTS + query, headers={"If-None-Match": tag})
@@ -253,7 +253,7 @@ def test_invalid_project_changes_nothing(client, project, project_url, method):
     assert client.get(PROJECTS).json == [project]
 
 
-WRONG = ["page=x", "size=1001", "pgae=1", "page=0&page=1", "page=\xff", "\xff"]
+WRONG = ["page=x", "size=101", "pgae=1", "page=0&page=1", "page=\xff", "\xff"]
 
 
 @pytest.mark.parametrize("query", WRONG)
