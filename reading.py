@@ -18,13 +18,19 @@ from store import Page, Precondition
 MAX_BODY = 64 * 1024  # bytes; the longest texts, all of them escaped, take 4 KB
 # Werkzeug silently cuts a chunked body off here. With one byte more, read_body notices.
 MAX_CONTENT_LENGTH = MAX_BODY + 1
+# Of an object, or parameters of a query. Each wrong one is named, and to name thousands takes a
+# hundred times as long as to read a Project.
+MAX_FIELDS = 100
 
 
 def read_page() -> Page | None:
     """The page that the query asks for, if there is a query."""
     # request.args raises ValueError for bytes that are not UTF-8.
     text = request.query_string.decode(errors="replace")
-    pairs = parse_qsl(text, keep_blank_values=True)
+    try:
+        pairs = parse_qsl(text, keep_blank_values=True, max_num_fields=MAX_FIELDS)
+    except ValueError:
+        raise ValidationError({"_schema": [f"More than {MAX_FIELDS} parameters."]}) from None
     if not pairs:
         return None
     query = dict(pairs)
@@ -65,13 +71,13 @@ def read_fields() -> dict[str, object]:
 
 
 def read_json() -> Any:
-    """The body. Raises BadRequest if it is not JSON, or gives a field twice."""
+    """The body. Raises BadRequest if it is not JSON, or gives a field twice or too many."""
     body = read_body()
     try:
         return json.loads(
             body.decode("utf-8-sig"),  # RFC 8259 8.1 allows the mark
             parse_constant=reject_constant,
-            object_pairs_hook=reject_duplicates,
+            object_pairs_hook=read_object,
         )
     except UnicodeDecodeError:
         reason = "it is not UTF-8"
@@ -86,8 +92,10 @@ def reject_constant(name: str) -> NoReturn:
     raise ValueError(name)
 
 
-def reject_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Refuse a field that is given twice (I-JSON, RFC 7493 2.3)."""
+def read_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """The object with these fields, none of them given twice (I-JSON, RFC 7493 2.3)."""
+    if len(pairs) > MAX_FIELDS:
+        raise http.BadRequest(f"The body has an object with more than {MAX_FIELDS} fields.")
     fields = dict(pairs)
     if len(fields) < len(pairs):
         name = json.dumps(repeated_names(pairs)[0])

@@ -264,6 +264,21 @@ def test_wrong_query_is_refused(client, query):
     assert list(response.json["errors"]) == [field]
 
 
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_object_of_more_than_100_fields_is_refused(client, is_nested):
+    for count, status in [(100, 422), (101, 400)]:
+        fields = dict.fromkeys(map(str, range(count)))
+        response = client.post(PROJECTS, json={"location": fields} if is_nested else fields)
+        assert response.status_code == status
+    assert response.json["detail"] == "The body has an object with more than 100 fields."
+
+
+def test_query_of_more_than_100_parameters_is_refused_without_their_names(client):
+    for count, named in [(100, 100), (101, 1)]:
+        response = client.get(PROJECTS, query_string=dict.fromkeys(map(str, range(count)), "1"))
+        assert (response.status_code, len(response.json["errors"])) == (422, named)
+
+
 def test_only_what_is_repeated_is_named(client, project_url):
     query = {"size": ["2", "2"], "page": "0"}
     errors = client.get(PROJECTS, query_string=query).json["errors"]
