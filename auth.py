@@ -64,7 +64,8 @@ def current_store() -> Store:
 def bearer_token(authorization: str) -> str:
     """The token in the value of the header Authorization, or "" if it holds none."""
     scheme, _, token = authorization.partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else ""
+    # Spaces and tabs only: deploy/nginx.conf must find the same token.
+    return token.strip(" \t") if scheme.lower() == "bearer" else ""
 
 
 def token_required(view: View) -> View:

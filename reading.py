@@ -31,7 +31,7 @@ def read_page() -> Page | None:
         pairs = parse_qsl(text, keep_blank_values=True, max_num_fields=MAX_FIELDS)
     except ValueError:
         raise ValidationError({"_schema": [f"More than {MAX_FIELDS} parameters."]}) from None
-    if not pairs:
+    if not pairs:  # as deploy/nginx.conf has it
         return None
     query = dict(pairs)
     if len(query) < len(pairs):

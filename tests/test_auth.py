@@ -49,7 +49,7 @@ def test_call_without_bearer_token_is_challenged(greet, authorization):
 
 
 OTHERS = ["é", "x" * 8000, "gardening_" + "A" * 43]
-NEARLY_RIGHT = ["{}é", "{}x", "{} x", "{:.40}"]
+NEARLY_RIGHT = ["{}é", "{}x", "{} x", "{:.40}", "\xa0{}", "{}\x85"]
 
 
 @pytest.mark.parametrize("other", [*OTHERS, *NEARLY_RIGHT])

@@ -47,9 +47,10 @@ class Failure(NamedTuple):
 
 
 LOST = "The service sent no response{}: read before you repeat a write."
+TOO_MANY = "Send fewer requests per second, and fetch at most two whole lists at once."
 FAILURES = {
     "401": Failure(is_revoked=True),
-    "429": Failure(status=429, retry_after=1, detail="Send fewer requests per second."),
+    "429": Failure(status=429, retry_after=1, detail=TOO_MANY),
     "500": Failure(raised=RuntimeError),
     "502": Failure(status=502, detail=LOST.format("")),
     "503": Failure(raised=Unavailable),

@@ -26,6 +26,7 @@ from helpers.running import (
     Client,
     TLSClient,
     at_once,
+    closing_store,
     environment_of,
     gunicorn,
     run,
@@ -163,8 +164,8 @@ class Silent(socketserver.StreamRequestHandler):
     timeout = LIMIT
 
     def handle(self) -> None:
-        while self.rfile.readline():
-            pass
+        while line := self.rfile.readline():
+            self.server.received.append(line)
 
 
 @contextmanager
@@ -338,6 +339,76 @@ def test_client_that_stops_sending_is_dropped(service, tmp_path, kind, timeout, 
             client.sock.settimeout(10)  # nginx's own limit is 60 s
             client.sock.sendall(f"POST / HTTP/1.1\r\nHost: x\r\n{lines}".encode())
             assert client.sock.recv(1) == b""
+
+
+@pytest.fixture(scope="module")
+def full_account(service):
+    """The token of an account whose list is longer than what the system buffers."""
+    token = token_on(service.database, "full")
+    with closing_store(service.database) as store:
+        for _ in range(3000):
+            store.create_project("full", {"name": "\x01" * 255, "postal_code": "\x01" * 60})
+    return token
+
+
+SPELLINGS = ["Bearer {}", "bearer {}", "BEARER  {}", "Bearer" + " " * 40 + "{}"]
+SPELLINGS += ["Bearer" + " " * 300 + "{}", "Bearer \t{}\t", "Bearer {} "]
+
+
+@contextmanager
+def unread_lists(port, token):
+    """Two clients that have the whole list under way, and read no more than its head."""
+    with ExitStack() as clients:
+        for _ in range(2):
+            client = clients.enter_context(TLSClient(port, token))
+            client.request("GET", PROJECTS, headers=client.authorization)
+            assert client.getresponse().status == 200
+        yield
+
+
+def test_third_whole_list_of_a_token_is_refused(proxy, full_account):
+    with unread_lists(proxy.port, full_account), TLSClient(proxy.port, full_account) as client:
+        for spelling in SPELLINGS:
+            for method, path in [("GET", PROJECTS), ("HEAD", PROJECTS), ("GET", f"{PROJECTS}?&")]:
+                written = spelling.format(full_account)
+                response = client.fetch(method, path, Authorization=written)
+                assert (response[0], response[1]["Retry-After"]) == (429, "1")
+        assert_problem(client.fetch("GET", PROJECTS), 429)
+
+
+def test_whole_lists_of_a_token_hold_up_nothing_else(proxy, full_account, tls_client):
+    with TLSClient(proxy.port, full_account) as client:
+        _, project = client.call("POST", PROJECTS, {})
+    project_url = f"{PROJECTS}/{project['id']}"
+    calls = [
+        ("GET", f"{PROJECTS}?page=0", full_account, 200),
+        ("GET", project_url, full_account, 200),
+        ("PUT", project_url, full_account, 200),
+        ("POST", PROJECTS, full_account, 201),
+        ("GET", PROJECTS, "", 401),
+    ]
+
+    def call(number):
+        method, path, token, _ = calls[number % len(calls)]
+        with TLSClient(proxy.port, token) as client:
+            body = "{}" if method in ("PUT", "POST") else None
+            return client.fetch(method, path, body, Content_Type="application/json")[0]
+
+    with unread_lists(proxy.port, full_account):
+        assert tls_client.call("GET", PROJECTS) == (200, [])
+        statuses = at_once(call, 20 * len(calls))
+    assert statuses == [status for *_, status in calls] * 20
+
+
+def test_list_that_its_client_gave_up_counts_until_it_is_built(tmp_path):
+    with listening(Silent) as server, nginx.proxy(tmp_path, server.server_address[1]) as proxy:
+        for _ in range(2):
+            with TLSClient(proxy.port, "x") as client:
+                client.request("GET", PROJECTS, headers=client.authorization)
+                wait_for(lambda: b"\r\n" in server.received)  # the end of the head
+            server.received.clear()
+        with TLSClient(proxy.port, "x") as client:
+            assert client.fetch("GET", PROJECTS)[0] == 429
 
 
 def statuses_from(port: int, addresses: list[str]) -> list[int]:
