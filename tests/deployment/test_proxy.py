@@ -411,20 +411,28 @@ def test_list_that_its_client_gave_up_counts_until_it_is_built(tmp_path):
             assert client.fetch("GET", PROJECTS)[0] == 429
 
 
-def statuses_from(port: int, addresses: list[str]) -> list[int]:
+def statuses_from(port: int, addresses: list[str], token: str = "") -> list[int]:
     """What a call from each of the addresses gets."""
-    with TLSClient(port, "x") as client:
+    with TLSClient(port, token) as client:
         return [client.fetch("GET", "/x", X_From=each)[0] for each in addresses]
 
 
+# nginx takes the client's address from a header, as behind a load balancer.
+SLOW_AND_FROM_ANYWHERE = {
+    "rate=50r/s": "rate=1r/m",
+    "limit_req_status": "set_real_ip_from 127.0.0.1; real_ip_header X-From; limit_req_status",
+}
+
+
+def test_token_may_send_as_much_from_many_addresses_as_from_one(service, tmp_path):
+    addresses = [f"192.0.2.{number}" for number in range(3)] * 36
+    with nginx.proxy(tmp_path, service.port, SLOW_AND_FROM_ANYWHERE) as proxy:
+        assert Counter(statuses_from(proxy.port, addresses, "x")) == {404: 101, 429: 7}
+        assert statuses_from(proxy.port, addresses[:3], "y") == [404] * 3
+
+
 def test_ipv6_network_may_send_as_much_as_an_ipv4_address(service, tmp_path):
-    # nginx takes the client's address from a header, as behind a load balancer.
-    limit = "limit_req zone=gardening"
-    changes = {
-        "rate=50r/s": "rate=1r/m",
-        limit: f"set_real_ip_from 127.0.0.1; real_ip_header X-From; {limit}",
-    }
-    with nginx.proxy(tmp_path, service.port, changes) as proxy:
+    with nginx.proxy(tmp_path, service.port, SLOW_AND_FROM_ANYWHERE) as proxy:
         one = statuses_from(proxy.port, ["192.0.2.7"] * 110)
         assert Counter(one) == {404: 101, 429: 9}
         others = statuses_from(proxy.port, [f"192.0.2.{n}" for n in range(100, 210)])
