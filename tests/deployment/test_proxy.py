@@ -417,6 +417,28 @@ def statuses_from(port: int, addresses: list[str], token: str = "") -> list[int]
         return [client.fetch("GET", "/x", X_From=each)[0] for each in addresses]
 
 
+def test_refused_requests_take_no_room_on_the_disk(tmp_path):
+    """Or a flood of them would fill it, and nobody could write any more."""
+    changes = {"rate=50r/s": "rate=1r/m", "burst=100": "burst=1"}
+    statuses = Counter()
+    with (
+        nginx.proxy(tmp_path, 1, changes) as proxy,
+        TLSClient(proxy.port, "x") as client,
+        Client(proxy.plain_port, "x") as plain,
+    ):
+        path, long_body = "/".ljust(2000, "x"), {"Content_Length": "70000"}
+        for _ in range(300):
+            statuses[client.fetch("GET", path)[0]] += 1
+            statuses[client.fetch("POST", PROJECTS, **long_body)[0]] += 1
+            client.close()  # which nginx does, too
+            statuses[plain.fetch("POST", path, **long_body | {"Content_Length": "9999999"})[0]] += 1
+            plain.close()
+    assert statuses == {502: 2, 429: 298, 413: 300, 308: 300}
+    logged = [file.read_text() for file in (proxy.log, proxy.log.with_name("error.log"))]
+    assert logged[0].count(" 502 ") == 2
+    assert len("".join(logged)) < 9000  # bytes; a line has over 80
+
+
 # nginx takes the client's address from a header, as behind a load balancer.
 SLOW_AND_FROM_ANYWHERE = {
     "rate=50r/s": "rate=1r/m",

@@ -73,6 +73,7 @@ def proxy(
         | {
             "/etc/nginx/snippets/": f"{snippets}/",
             "/var/log/nginx/gardening.log": f"{folder}/access.log",
+            "/var/log/nginx/error.log": f"{folder}/error.log",
             "127.0.0.1:8000": f"127.0.0.1:{upstream}",
             "rate=50r/s": "rate=100000r/s",
         }
