@@ -17,7 +17,7 @@ from urllib.parse import urljoin
 import pytest
 
 from deployment.servers import nginx
-from deployment.servers.nginx import HOST
+from deployment.servers.nginx import HOST, STRICT
 from helpers.openapi import assert_problem
 from helpers.running import (
     LIMIT,
@@ -185,11 +185,7 @@ def listening(handler):
 
 def test_service_that_is_down_or_silent_is_a_problem_document(tmp_path):
     """And so is a client that sends too much."""
-    changes = {
-        "rate=50r/s": "rate=1r/m",
-        "burst=100": "burst=1",
-        "proxy_next_upstream off": "proxy_read_timeout 1s; proxy_next_upstream off",
-    }
+    changes = STRICT | {"proxy_next_upstream off": "proxy_read_timeout 1s; proxy_next_upstream off"}
     with (
         listening(Silent) as server,
         nginx.proxy(tmp_path, server.server_address[1], changes) as proxy,
@@ -233,9 +229,26 @@ def test_odd_path_is_not_found(tls_client):
     for rest in ODD_PATHS.split():
         response = tls_client.fetch("GET", PROJECTS + rest)
         assert response[0] in (400, 404), rest
-        if response[0] == 404:
-            assert_problem(response, 404, ["about:blank", "urn:gardening:no-such-project"])
+        assert_problem(response, response[0], ["about:blank", "urn:gardening:no-such-project"])
         assert "X-Forged" not in response[1]
+
+
+def test_trace_reaches_the_service(tls_client):
+    refused = tls_client.fetch("TRACE", PROJECTS)
+    assert_problem(refused, 405)
+    assert "POST" in refused[1]["Allow"]
+    tls_client.close()  # nginx does, too
+    status, greeting = tls_client.call("TRACE", "/api/v1/hello-service")
+    assert (status, greeting["requestMethod"]) == (200, "TRACE")
+
+
+def test_trace_counts_as_a_request(service, tmp_path):
+    statuses = []
+    with nginx.proxy(tmp_path, service.port, STRICT) as proxy:
+        for _ in range(3):
+            with TLSClient(proxy.port, "") as client:
+                statuses.append(client.fetch("TRACE", "/api/v1/hello-service")[0])
+    assert statuses == [200, 200, 429]
 
 
 @pytest.fixture
@@ -419,10 +432,9 @@ def statuses_from(port: int, addresses: list[str], token: str = "") -> list[int]
 
 def test_refused_requests_take_no_room_on_the_disk(tmp_path):
     """Or a flood of them would fill it, and nobody could write any more."""
-    changes = {"rate=50r/s": "rate=1r/m", "burst=100": "burst=1"}
     statuses = Counter()
     with (
-        nginx.proxy(tmp_path, 1, changes) as proxy,
+        nginx.proxy(tmp_path, 1, STRICT) as proxy,
         TLSClient(proxy.port, "x") as client,
         Client(proxy.plain_port, "x") as plain,
     ):

@@ -14,6 +14,7 @@ from helpers.running import LIMIT, ROOT, blocks, replaced, run
 
 PROGRAM = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
 HOST = "gardening.example.org"
+STRICT = {"rate=50r/s": "rate=1r/m", "burst=100": "burst=1"}  # changes: two requests a minute
 FRAME = """
 daemon off; error_log stderr crit; pid {folder}/pid; {user}
 events {{}}
