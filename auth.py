@@ -5,7 +5,6 @@ Only the holder has the token; the store keeps its SHA-256 digest.
 
 import hashlib
 import secrets
-import unicodedata
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -13,18 +12,11 @@ from typing import Any
 from flask import current_app, request
 from werkzeug.exceptions import Unauthorized
 
+from engines.names import check_note
 from store import Store
 
 TOKEN_PREFIX = "gardening_"  # by which a secret scanner recognizes a leaked token
 View = Callable[..., Any]
-
-
-class BadName(ValueError):
-    """The text cannot name an account."""
-
-
-class BadNote(ValueError):
-    """The text cannot be the note of a token."""
 
 
 def issue_token(
@@ -34,21 +26,10 @@ def issue_token(
 
     `account` is a name that account_name returned. Returns the token and its id. Raises BadNote.
     """
-    if note is not None and not (0 < len(note) <= 100 and note.isprintable()):
-        raise BadNote("A note must be 1 to 100 printable characters, without a line break.")
+    if note is not None:
+        check_note(note)
     token = TOKEN_PREFIX + secrets.token_urlsafe(32)
     return token, store.add_token(account, digest(token), days, note)
-
-
-def account_name(text: str) -> str:
-    """The name in NFC (UAX 15), which is the same however it was typed. Raises BadName."""
-    name = unicodedata.normalize("NFC", text)
-    if not (0 < len(name) <= 255 and name.isprintable() and name == name.strip()):
-        raise BadName(
-            "An account name must be 1 to 255 printable characters, "
-            "with no leading or trailing spaces."
-        )
-    return name
 
 
 def digest(token: str) -> bytes:

@@ -17,10 +17,11 @@ from flask import Flask
 from flask.cli import AppGroup, FlaskGroup, ScriptInfo, run_command, with_appcontext
 from werkzeug.serving import is_running_from_reloader
 
-from auth import BadName, BadNote, account_name, current_store, issue_token
+from auth import current_store, issue_token
 from engines.backup import BadBackup, backup, restore
 from engines.engine import Engine
 from engines.errors import OutcomeUnknown, Unavailable
+from engines.names import BadName, BadNote, account_name
 from store import Store
 
 MAX_DAYS = 1_000_000  # 2,700 years; Python's dates end with the year 9999

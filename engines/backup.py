@@ -18,6 +18,7 @@ from engines.errors import OutcomeUnknown, Unavailable
 from engines.fields import FIELDS
 from engines.files import create_folder_of, new_file
 from engines.migrations import EMPTY, incompatibility
+from engines.names import account_name, check_note
 from engines.sqlite import SQLite, inspect, raise_if_full
 
 # The columns of each table, but for what is counted. A restore fills the tables in this order:
@@ -48,6 +49,9 @@ COUNTS = (
     "SELECT coalesce(sum(project_count), 0) FROM account",
     "SELECT count(*) FROM token",
 )
+# What commands and the log print of a backup.
+NAMES = "SELECT name FROM account UNION SELECT account FROM token UNION SELECT account FROM project"
+NOTES = "SELECT note FROM token WHERE note IS NOT NULL"
 
 
 class BadBackup(Exception):
@@ -89,6 +93,7 @@ def restore(engine: Engine, path: str) -> Restored:
             # First, so that a file that is no backup creates nothing.
             copy_file(path, f"{folder}/copy")
             with closing(SQLite(f"{folder}/copy")) as source:  # its first use migrates it
+                require_printable(source)
                 if file := engine.file.path_to_create():
                     create_folder_of(file)
                     # An interrupted restore must not leave an empty database: the service would
@@ -186,6 +191,18 @@ def copy_file(path: str, to: str) -> None:
             WHERE type IN ('trigger', 'view')"""
         for kind, name in copy.execute(runnable).fetchall():
             copy.execute(f'DROP {kind} IF EXISTS "{name}"')  # a view takes its triggers along
+
+
+def require_printable(source: Engine) -> None:
+    """Raises BadBackup for the name of an account, or a note, that `token create` would refuse."""
+    with source.snapshot() as reader:
+        for select, check in ((NAMES, account_name), (NOTES, check_note)):
+            for (value,) in reader.fetch(select, {}):
+                text = str(value)  # the tables will refuse any other type
+                try:
+                    check(text)
+                except ValueError as error:
+                    raise BadBackup(f"`token create` would refuse {text[:300]!r}") from error
 
 
 def copy_rows(source: Engine, target: Engine) -> Sequence[int]:

@@ -263,6 +263,27 @@ FAULTS = {
         UPDATE sqlite_schema SET sql = replace(sql, 'length', 'grow') WHERE name = 'i'""",
         r"unknown function: grow\(\)",
     ),
+    # What `token create` refuses, since commands and the log print it.
+    "line break in a name": (
+        "UPDATE project SET account = 'bob' || char(10) || 'eve' WHERE account = 'bob'",
+        r"`token create` would refuse 'bob\\neve'",
+    ),
+    "space after a name": (
+        "UPDATE token SET account = 'ann '",
+        "`token create` would refuse 'ann '",
+    ),
+    "name without Projects and tokens": (
+        "INSERT INTO account (name) VALUES ('\x1b[2J')",
+        r"`token create` would refuse '\\x1b\[2J'",
+    ),
+    "line break in a note": (
+        "UPDATE token SET note = 'x' || char(10) WHERE id = 2",
+        r"`token create` would refuse 'x\\n'",
+    ),
+    "long note": (
+        "UPDATE token SET note = printf('%.1000000c', 'x')",
+        f"`token create` would refuse '{'x' * 300}'",
+    ),
 }
 
 

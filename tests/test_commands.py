@@ -132,19 +132,15 @@ def test_note_is_restored_as_it_is(command, another_database, tmp_path):
     command("token", "create", "ann", "--note", "Zoë's phone")
     command("token", "create", "ann")
     assert command("backup", str(tmp_path / "backup.db")).exit_code == 0
-    odd = ("x" * 1000, "a\tb", "")
     with closing(sqlite3.connect(tmp_path / "backup.db", isolation_level=None)) as edited:
-        for note in odd:
-            row = ("ann", note.encode(), 2**62, note)
-            edited.execute("INSERT INTO token VALUES (NULL, ?, ?, ?, NULL, ?)", row)
+        edited.execute("UPDATE token SET created_at = ? WHERE id = 2", [2**62])
     app = create_app({"DATABASE": another_database})
     target = app.extensions["store"]
     with closing(target.engine):
         commands = app.test_cli_runner()
         assert commands.invoke(args=["restore", str(tmp_path / "backup.db")]).exit_code == 0
-        notes = [token.note for token in target.list_tokens("ann")]
-        assert notes == ["Zoë's phone", None, *odd]
-        assert commands.invoke(args=["token", "list"]).stdout.count("\n") == 6
+        assert [token.note for token in target.list_tokens("ann")] == ["Zoë's phone", None]
+        assert "out of range" in commands.invoke(args=["token", "list"]).stdout
 
 
 USAGE = [["create"], ["revoke"], ["no-such-command"], ["revoke", "1", "--account", "a"]]

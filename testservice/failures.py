@@ -20,8 +20,9 @@ from marshmallow import Schema, ValidationError, fields, validate
 from werkzeug.datastructures import EnvironHeaders
 
 from app import create_app
-from auth import BadName, account_name, bearer_token, issue_token
+from auth import bearer_token, issue_token
 from engines.errors import OutcomeUnknown, Unavailable
+from engines.names import BadName, account_name
 from problems import RETRY_AFTER, problem
 from reading import MAX_CONTENT_LENGTH, read_json
 from schemas import NOT_AN_OBJECT
