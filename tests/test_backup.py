@@ -263,6 +263,11 @@ FAULTS = {
         UPDATE sqlite_schema SET sql = replace(sql, 'length', 'grow') WHERE name = 'i'""",
         r"unknown function: grow\(\)",
     ),
+    "escape sequence in the name of a function": (
+        """CREATE INDEX i ON token (length(account)); PRAGMA writable_schema = ON;
+        UPDATE sqlite_schema SET sql = replace(sql, 'length', '"\x1b[2J"') WHERE name = 'i'""",
+        r"unknown function: \?\[2J\(\)",
+    ),
     # What `token create` refuses, since commands and the log print it.
     "line break in a name": (
         "UPDATE project SET account = 'bob' || char(10) || 'eve' WHERE account = 'bob'",
