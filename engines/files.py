@@ -38,8 +38,9 @@ def new_file(path: str) -> Iterator[str]:
         with suppress(OSError):  # some file systems sync no folders
             sync(folder)
     finally:
-        with suppress(OSError):  # it is renamed, or what matters has succeeded or failed before
-            os.unlink(partial)
+        for leftover in (partial, f"{partial}-journal"):  # SQLite leaves the latter on a full disk
+            with suppress(OSError):  # it is gone, or what matters has succeeded or failed before
+                os.unlink(leftover)
 
 
 def give_away(descriptor: int, folder: str | int) -> None:

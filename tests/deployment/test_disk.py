@@ -137,12 +137,15 @@ def test_full_disk_leaves_no_half_backup_and_no_half_restore(
     source, database, filled, mount, tmp_path
 ):
     disk = tmp_path / "disk"
-    mount(disk, "64k")
-    fill(disk)
-    output = run_command(database, "backup", str(disk / "backup.db"), status=1)
-    assert output.startswith(f"Error: the copy to {disk}/backup.db failed: ")
-    assert output.count("\n") == 1
-    assert f"no space left in {disk}\n" in output or database.startswith("postgresql://")
+    mount(disk, "1m")
+    for _ in range(50):  # more than SQLite's cache holds, so that it writes a journal
+        source.create_project("ann", {"name": "x" * 100_000})
+    for fills in (lambda _: None, fill):
+        fills(disk)
+        output = run_command(database, "backup", str(disk / "backup.db"), status=1)
+        assert output.startswith(f"Error: the copy to {disk}/backup.db failed: ")
+        assert output.count("\n") == 1
+        assert f"no space left in {disk}\n" in output or database.startswith("postgresql://")
     output = run_command(str(disk / "restored.db"), "restore", filled, status=1)
     assert re.fullmatch(f"Error: no space left in {disk}/.*\n", output)
     assert os.listdir(disk) == ["filler"]
