@@ -507,6 +507,19 @@ def test_setting_that_names_no_database_is_refused_without_its_password(folder, 
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.parametrize("setting", ["~/gardening.db", "~ann/gardening.db"])
+def test_home_that_no_shell_has_expanded_is_refused(folder, setting):
+    """Or `init-db` would create a folder named ~, which is an invitation to `rm -r ~`."""
+    with pytest.raises(ValueError, match="^GARDENING_DATABASE must not start with ~"):
+        create_app({"DATABASE": setting})
+
+
+@pytest.mark.parametrize("setting", ["postgres-data/gardening.db", "a~.db", "me@home/x:y.db"])
+def test_path_that_can_hold_no_password_is_taken(folder, setting):
+    open_app({"DATABASE": setting})
+    assert (folder / setting).exists()
+
+
 def test_create_app_opens_no_database(folder):
     with closing(sqlite3.connect("old.db")) as old:
         old.execute("CREATE TABLE project (id)")
