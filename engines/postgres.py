@@ -43,6 +43,7 @@ OUTAGES = (
     "42P01",  # no such table
     "42P07",  # a table or view of another program has the name of ours
     "53",  # resources
+    "54000",  # no transaction IDs are left
     "55P03",  # a lock
     "57",  # shutdown, or statement_timeout
     "58",  # I/O

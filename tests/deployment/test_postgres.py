@@ -570,6 +570,36 @@ def test_sequence_that_is_used_up_is_one_line(database, store):
     assert "reached maximum value of sequence" in refused.stderr
 
 
+def use_up_transaction_ids(server):
+    """Let the server protect itself from their wraparound."""
+    server.configure(wal_level="logical")
+    server.invoke("pg_ctl", "restart")
+    # Nobody reads this slot, or else the server would soon help itself.
+    server.execute("SELECT pg_create_logical_replication_slot('unread', 'pgoutput')")
+    server.invoke("pg_ctl", "stop")
+    last, per_segment = 2**31 - 2_000_000, 2**20
+    segment = server.folder / f"data/pg_xact/{last // per_segment:04X}"
+    segment.write_bytes(bytes(per_segment // 4))
+    server.invoke("pg_resetwal", "-x", str(last))
+    server.invoke("pg_ctl", "start")
+
+
+def test_server_without_transaction_ids_is_an_outage_for_writes(postgresql_to_break, open_store):
+    database = postgresql_to_break.database_url("postgres")
+    store = open_store(database)
+    id = store.create_project("ann", {}).id
+    token = store.add_token("ann", b"")
+    store.engine.close()
+    use_up_transaction_ids(postgresql_to_break)
+    with fails(Unavailable, "to avoid wraparound data loss"):
+        store.update_project("ann", id, {})
+    command = [BIN / "flask", "token", "revoke", str(token)]
+    refused = run(*command, environment=environment_of(database), status=1).stderr
+    assert refused.startswith("Error: database is not accepting commands")
+    assert refused.count("\n") == 1
+    assert store.get_project("ann", id).id == id
+
+
 HOSTS = {
     "db1/gardening": "db1/gardening",
     "u:Qz7wXk@db1:5433/gardening": "db1:5433/gardening",
