@@ -1,9 +1,11 @@
 """Settings for production; `gunicorn`, started in this folder, reads them by itself."""
 
+import logging
 import os
 import subprocess
 import sys
-from datetime import timedelta
+import time
+from datetime import UTC, datetime, timedelta
 from string import punctuation
 from typing import Any
 from urllib.parse import quote
@@ -46,11 +48,16 @@ worker_tmp_dir = "/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else Non
 limit_request_line = 8190  # bytes, as for each header, and as nginx takes
 control_socket_disable = True  # there is one per user, so two instances would clash
 accesslog = "-"
-# A format of your own, in GUNICORN_CMD_ARGS=--access-logformat=…, can have these names alone, and
-# none of gunicorn's.
+# A format of your own, in GUNICORN_CMD_ARGS=--access-logformat=…, can have these names and `time`,
+# and none of gunicorn's.
 access_log_format = (
     '"%(caller)s" "%(method)s %(path)s" %(status)s %(bytes)s %(microseconds)s %(request_id)s'
 )
+output = os.fstat(1)
+if os.environ.get("JOURNAL_STREAM") != f"{output.st_dev}:{output.st_ino}":  # systemd.exec(5)
+    access_log_format = f"%(time)s {access_log_format}"
+logging.Formatter.converter = time.gmtime  # UTC in the lines of gunicorn and Flask
+LONGEST = 200  # characters of what a client chooses, in a line of the log
 
 
 class Log(Statsd):  # which sends metrics if statsd_host is set
@@ -65,14 +72,20 @@ class Log(Statsd):  # which sends metrics if statsd_host is set
         # Without a proxy it is the client's, who may send U+0085, a line break to many programs.
         request_id = environ.get("HTTP_X_REQUEST_ID") or "-"
         return {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "caller": environ.get("REMOTE_USER", "-"),  # account and token ID
             "method": environ["REQUEST_METHOD"],
-            "path": environ["RAW_URI"].partition("?")[0],  # as sent; PATH_INFO is decoded
+            "path": cut(environ["RAW_URI"].partition("?")[0]),  # as sent; PATH_INFO is decoded
             "status": resp.status.split(" ", 1)[0],
             "bytes": resp.sent,
             "microseconds": request_time // timedelta(microseconds=1),
-            "request_id": quote(request_id, punctuation, "latin-1", "replace"),
+            "request_id": quote(cut(request_id), punctuation, "latin-1", "replace"),
         }
+
+
+def cut(text: str) -> str:
+    """Its start, so that no client can fill the disk with lines of 8 KB."""
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 logger_class = Log

@@ -18,6 +18,7 @@ from engines.errors import OutcomeUnknown, Unavailable
 from store import AccountFull, KeyReused, KeySpent, NotFound, Stale
 
 RETRY_AFTER = 5  # seconds; deploy/nginx.conf says the same
+LONGEST = 200  # characters of what a client chooses, in a line of the log
 RETRY = {"Retry-After": str(RETRY_AFTER)}
 # The phrases of RFC 9110, for Pythons that still have older ones.
 TITLES = {413: "Content Too Large", 422: "Unprocessable Content"}
@@ -114,14 +115,19 @@ def on_store_error(response: ErrorResponse, error: Exception) -> Response:
 
 
 def current_request() -> str:
-    """Its method, path and request id for the log, each in printable ASCII without a space."""
+    """Its method, path and request id, for the log."""
     environ = request.environ
     # As it was sent, where the server says so, but without the query, which may hold anything.
     sent = environ.get("RAW_URI") or environ.get("REQUEST_URI")
     path = sent.partition("?")[0] if sent else quote(request.root_path + request.path)
-    shown = (request.method, path, environ.get("HTTP_X_REQUEST_ID") or "-")
-    method, path, id = (quote(text, punctuation, "latin-1", "replace") for text in shown)
+    method, path, id = map(shown, (request.method, path, environ.get("HTTP_X_REQUEST_ID") or "-"))
     return f"{method} {path}, request id {id}"
+
+
+def shown(text: str) -> str:
+    """The text in printable ASCII without a space, cut as in gunicorn.conf.py."""
+    start = text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+    return quote(start, punctuation, "latin-1", "replace")
 
 
 def problem(

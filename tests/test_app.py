@@ -372,6 +372,8 @@ SENT = "/crash/x%0AERROR%20%C3%A9%22"
         ({"RAW_URI": '/crash/é\n\x1b["'.encode().decode("latin-1")}, '/crash/%C3%A9%0A%1B["'),
         ({}, SENT),
         ({"SCRIPT_NAME": "/garden"}, f"/garden{SENT}"),
+        ({"RAW_URI": "x" * 200}, "x" * 200),
+        ({"RAW_URI": "x" * 201}, "x" * 200 + "..."),  # as the access log has it
     ],
 )
 def test_defect_is_one_entry_of_the_log_that_shows_the_request(app, caplog, changes, path):

@@ -7,6 +7,7 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -147,6 +148,9 @@ def log(shared, shared_token):
     return log
 
 
+TIME = r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
+
+
 def test_access_log_has_a_line_for_each_request(log, shared, shared_token):
     with closing_store(shared.database) as store:
         caller = f"ann/{store.list_tokens()[-1].id}"
@@ -157,7 +161,7 @@ def test_access_log_has_a_line_for_each_request(log, shared, shared_token):
         f"GET {PROJECTS}/none HTTP/1.1\r\nAuthorization: Bearer TOKEN",
         f"PURGE {HELLO}?secret=1 HTTP/1.1",
     )
-    fields = r'"([^"]*)" "(\S+) (\S+)" (\d+) \d+ \d+ (.*)'
+    fields = rf'{TIME} "([^"]*)" "(\S+) (\S+)" (\d+) \d+ \d+ (.*)'
     found = [re.fullmatch(fields, line).groups() for line in lines]
     assert found == [
         (caller, "GET", PROJECTS, "200", "7f"),
@@ -171,12 +175,12 @@ def test_request_line_may_have_8190_bytes(log):
     for size, status in [(8190, "200"), (8191, None)]:
         head, version = f"GET {HELLO}?", " HTTP/1.1"
         lines = log(head + "x" * (size - len(head + version)) + version)
-        assert [line.split()[3] for line in lines] == [status] * bool(status)
+        assert [line.split()[4] for line in lines] == [status] * bool(status)
 
 
 def test_proxies_in_a_row_may_name_different_schemes(log):
     [line] = log(f"GET {HELLO} HTTP/1.1\r\nX-Forwarded-Proto: http\r\nX-Forwarded-Ssl: on")
-    assert line.split()[3] == "200"
+    assert line.split()[4] == "200"
 
 
 # gunicorn refuses a path with white space, or not in ASCII, without a line.
@@ -192,26 +196,56 @@ def test_nothing_in_a_path_or_header_forges_a_log_line(log, shared_token, text, 
     )
     for line in lines:
         assert shared_token not in line
-        assert re.fullmatch(r'"-" "GET /([^\s"]|\\")*" (30[28]|404) \d+ \d+ [!-~]+', line)
+        assert re.fullmatch(rf'{TIME} "-" "GET /([^\s"]|\\")*" (30[28]|404) \d+ \d+ [!-~]+', line)
     assert len(lines) == count
+
+
+def is_now(text):
+    """Whether this is the time in UTC."""
+    time = datetime.fromisoformat(text).replace(tzinfo=UTC)
+    return abs(datetime.now(UTC) - time) < timedelta(seconds=LIMIT)
 
 
 def test_outage_names_the_request_as_the_access_log_does(
     environment, database, token, tmp_path, capfd
 ):
+    """And the time in UTC, wherever the machine is: here, nine hours ahead."""
     path, log = f"{PROJECTS}/x%0A%22root%22", tmp_path / "access.log"
     with (
         log.open("wb") as stdout,
-        gunicorn(environment, stdout=stdout) as (_, port),
+        gunicorn(environment | {"TZ": "JST-9"}, stdout=stdout) as (_, port),
         Client(port, token) as client,
     ):
         assert client.fetch("GET", HELLO)[0] == 200  # it has started
         os.remove(database)
         assert client.fetch("DELETE", f"{path}?secret=1", X_Request_Id="7f")[0] == 503
-    line = log.read_text().splitlines()[1]
-    assert re.fullmatch(rf'"-" "DELETE {path}" 503 \d+ \d+ 7f', line)
+    time, line = log.read_text().splitlines()[1].split(" ", 1)
+    assert re.fullmatch(rf'"-" "DELETE {path}" 503 \d+ \d+ 7f', line) and is_now(time)
     [line] = [each for each in capfd.readouterr().err.splitlines() if "Database" in each]
-    assert line.endswith(f" (DELETE {path}, request id 7f)")
+    time, rest = line.removeprefix("[").split("]", 1)
+    assert rest.endswith(f" (DELETE {path}, request id 7f)") and is_now(time.replace(",", "."))
+
+
+@pytest.mark.parametrize("journal, start", [("log", ""), ("another", f"{TIME} ")])
+def test_line_has_no_time_where_journald_adds_one(environment, token, tmp_path, journal, start):
+    """The variable may also come from a process that has started this one."""
+    (tmp_path / "another").touch()
+    with (tmp_path / "log").open("wb") as stdout:
+        file = os.stat(tmp_path / journal)
+        environment["JOURNAL_STREAM"] = f"{file.st_dev}:{file.st_ino}"
+        with gunicorn(environment, stdout=stdout) as (_, port), Client(port, token) as client:
+            assert client.fetch("GET", HELLO)[0] == 200
+    assert re.match(f'{start}"-" "GET', (tmp_path / "log").read_text())
+
+
+LONG = "x" * 195  # behind five characters, the longest that is shown
+
+
+@pytest.mark.parametrize("cut, mark", [("", ""), ("y", "...")], ids=["whole", "cut"])
+def test_long_path_and_request_id_are_cut_visibly(log, cut, mark):
+    """Or one client could fill the log, with 8 KB a line."""
+    [line] = log(f"GET /path{LONG}{cut}?q HTTP/1.1\r\nX-Request-Id: 12345{LONG}{cut}")
+    assert f'"GET /path{LONG}{mark}" 404 ' in line and line.endswith(f" 12345{LONG}{mark}")
 
 
 def closed_pipe():
