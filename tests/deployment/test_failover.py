@@ -8,7 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 from typing import NamedTuple
 
+import psycopg
 import pytest
+import requests
 
 from deployment.servers.patroni import Node, all_is_well, database_url, start_nodes
 from deployment.servers.pgserver import backends, execute, silence, start_pgserver
@@ -148,6 +150,17 @@ def nodes():
         pytest.skip("needs etcd, from Debian's package etcd-server")
     with start_nodes() as nodes:
         yield nodes
+
+
+def test_no_other_user_of_this_machine_gets_into_the_servers(nodes, pgserver):
+    """Who would be root, since a superuser of PostgreSQL can run programs."""
+    wait_for(lambda: all_is_well(nodes))
+    for url in (database_url(nodes, "postgres"), pgserver.database_url("postgres")):
+        with pytest.raises(psycopg.OperationalError, match="no password supplied"):
+            execute(f"{url}?passfile=/dev/null", "SELECT")
+    for port in (nodes[0].etcd, nodes[0].api):
+        with pytest.raises(requests.ConnectionError):
+            requests.get(f"https://127.0.0.1:{port}/", verify=nodes[0].certificate.path)
 
 
 @pytest.mark.parametrize("fault", [Node.killed, Node.silent, Node.switched_over])

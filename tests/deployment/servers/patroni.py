@@ -6,19 +6,22 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import requests
 
 from deployment.servers.pgserver import (
-    ACCESS,
     AS_SERVER,
     BINARIES,
+    HBA,
     OPTIONS,
+    PASSWORD,
     PgServer,
     empty_pgserver,
     stop,
 )
-from helpers.running import BIN, LIMIT, hold_port
+from helpers.running import BIN, LIMIT, hold_port, run
 
 # What goes before Patroni and etcd, which then end with the tests, even by kill -9. PostgreSQL does
 # not: it has a keeper.
@@ -38,6 +41,24 @@ PARAMETERS = {
 }
 
 
+class Certificate(NamedTuple):
+    """For etcd, for Patroni, and for whoever may call them. It is its own authority."""
+
+    path: str
+    key: str
+
+
+def certify(folder: Path) -> Certificate:
+    certificate = Certificate(f"{folder}/certificate", f"{folder}/key")
+    run(
+        *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
+        *("-nodes", "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"),
+        *("-addext", "keyUsage=critical,digitalSignature,keyCertSign"),
+        *("-out", certificate.path, "-keyout", certificate.key),
+    )
+    return certificate
+
+
 @dataclass
 class Node:
     """A server, and the Patroni that starts, promotes and stops it.
@@ -48,6 +69,7 @@ class Node:
     server: PgServer
     api: int  # the port of Patroni
     etcd: int  # the port of etcd, which knows the primary
+    certificate: Certificate
     patroni: subprocess.Popen[bytes] = field(init=False)
 
     @property
@@ -55,16 +77,36 @@ class Node:
         return f"node-{self.api}"
 
     def start(self) -> None:
-        folder, user = self.server.folder, {"username": "postgres"}
+        folder, user = self.server.folder, {"username": "postgres", "password": PASSWORD}
+        certificate, key = self.certificate
+        own = {"certfile": certificate, "keyfile": key}
         server, api = (f"127.0.0.1:{port}" for port in (self.server.port, self.api))
         configuration = {
             "scope": "gardening",
             "name": self.name,
-            "etcd3": {"host": f"127.0.0.1:{self.etcd}"},
-            "restapi": {"listen": api, "connect_address": api},
+            "etcd3": {
+                "host": f"127.0.0.1:{self.etcd}",
+                "protocol": "https",
+                "cacert": certificate,
+                "cert": certificate,
+                "key": key,
+            },
+            "restapi": {
+                "listen": api,
+                "connect_address": api,
+                "cafile": certificate,
+                "verify_client": "required",
+                **own,
+            },
+            "ctl": {"cacert": certificate, **own},
             "bootstrap": {
                 "dcs": CLUSTER,
-                "initdb": ["no-sync", {"encoding": "UTF8"}, {"locale": "C"}],
+                "initdb": [
+                    "no-sync",
+                    {"encoding": "UTF8"},
+                    {"locale": "C"},
+                    {"auth": "scram-sha-256"},
+                ],
             },
             "postgresql": {
                 "listen": server,
@@ -74,7 +116,7 @@ class Node:
                 "pgpass": str(folder / "pgpass"),
                 "authentication": {"superuser": user, "replication": user},
                 "basebackup": ["no-sync", {"checkpoint": "fast"}],
-                "pg_hba": ACCESS.strip().splitlines(),
+                "pg_hba": [HBA],
                 "parameters": PARAMETERS,
             },
         }
@@ -89,8 +131,13 @@ class Node:
     def has_role(self, role: str) -> bool:
         """Whether it is the "primary", or one of the "quorum" of standbys, as its Patroni says."""
         with suppress(requests.RequestException):
-            return requests.get(f"http://127.0.0.1:{self.api}/{role}", timeout=1).ok
+            return self.call("GET", role, timeout=1).ok
         return False
+
+    def call(self, method: str, path: str, **options: Any) -> requests.Response:
+        url = f"https://127.0.0.1:{self.api}/{path}"
+        own = self.certificate
+        return requests.request(method, url, verify=own.path, cert=own, **options)
 
     @contextmanager
     def killed(self) -> Iterator[None]:
@@ -110,8 +157,7 @@ class Node:
 
     @contextmanager
     def switched_over(self) -> Iterator[None]:
-        url = f"http://127.0.0.1:{self.api}/switchover"
-        response = requests.post(url, json={"leader": self.name}, timeout=LIMIT)
+        response = self.call("POST", "switchover", json={"leader": self.name}, timeout=LIMIT)
         assert response.ok, response.text
         yield
 
@@ -122,17 +168,20 @@ def start_nodes() -> Iterator[list[Node]]:
         servers = [running.enter_context(empty_pgserver(BINARIES[0])) for _ in range(3)]
         held = [running.enter_context(hold_port()) for _ in range(4)]
         etcd, *apis = (port.getsockname()[1] for port in held)
-        url = f"http://127.0.0.1:{etcd}"
+        url, folder = f"https://127.0.0.1:{etcd}", servers[0].folder
+        certificate = certify(folder)
         process = subprocess.Popen(
-            [*COMMAND, "etcd", "--data-dir", servers[0].folder / "etcd"]
+            [*COMMAND, "etcd", "--data-dir", "etcd"]
+            + ["--cert-file", certificate.path, "--key-file", certificate.key]
+            + ["--client-cert-auth", "--trusted-ca-file", certificate.path]
             + ["--listen-client-urls", url, "--advertise-client-urls", url]
-            + ["--listen-peer-urls", "http://127.0.0.1:0"],
-            **OPTIONS,
+            + ["--listen-peer-urls", "unix://peers:0"],  # in the folder, which nobody else enters
+            **OPTIONS | {"cwd": folder},
             stderr=subprocess.DEVNULL,
         )
         running.enter_context(process)
         running.callback(process.kill)
-        nodes = [Node(*ports, etcd) for ports in zip(servers, apis, strict=True)]
+        nodes = [Node(*ports, etcd, certificate) for ports in zip(servers, apis, strict=True)]
         for node in nodes:
             node.start()
             running.callback(node.end_patroni)

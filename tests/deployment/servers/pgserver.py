@@ -1,7 +1,9 @@
 """Real PostgreSQL servers for the tests: primaries, standbys, crashes. Needs Linux."""
 
+import atexit
 import os
 import pwd
+import secrets
 import shutil
 import signal
 import socket
@@ -31,8 +33,18 @@ BINARIES = [
 ]
 # Those that can be the nodes of a cluster: CONTRIBUTING.md says how to have them.
 CITUS = [each for each in BINARIES if (each.parent / "lib/citus.so").exists()]
-# Nothing of the tests' own environment, such as PGHOST.
-OPTIONS: dict[str, Any] = {"cwd": "/", "env": {"LC_ALL": "C"}}
+# Of the role postgres, on every server. A superuser can run programs, below as root's equal, so no
+# other user of this machine may connect. It is in a file, since all users see command lines.
+PASSWORD = secrets.token_hex()
+PASSWORD_FILE = tempfile.NamedTemporaryFile("w", prefix="gardening-")  # noqa: SIM115
+PASSWORD_FILE.write(f"{PASSWORD}\n*:*:*:postgres:{PASSWORD}\n")  # for initdb, and for libpq
+PASSWORD_FILE.flush()
+atexit.register(PASSWORD_FILE.close)
+# Whoever takes the port of a server that is down could ask for the password itself.
+ACCESS = {"PGPASSFILE": PASSWORD_FILE.name, "PGREQUIREAUTH": "scram-sha-256"}
+os.environ.update(ACCESS)
+# Nothing else of the tests' own environment, such as PGHOST.
+OPTIONS: dict[str, Any] = {"cwd": "/", "env": {"LC_ALL": "C"} | ACCESS}
 # What goes before a command. PostgreSQL refuses to run as root; with this capability, nobody still
 # reaches a wheel or a Python below a folder that only root can enter.
 AS_SERVER: list[str] = []
@@ -47,11 +59,7 @@ kill -CONT "$(head -n 1 "$1/data/postmaster.pid")"
 "$0" stop -D "$1/data" -m immediate
 rm -rf "$1"
 """
-# Any role but the superuser needs its password.
-ACCESS = """
-host all,replication postgres 127.0.0.1/32 trust
-host all             all      127.0.0.1/32 scram-sha-256
-"""
+HBA = "host all,replication all 127.0.0.1/32 scram-sha-256"
 # The other connections to a database, each with a process of its own.
 BACKENDS = """FROM pg_stat_activity WHERE datname = current_database()
     AND backend_type = 'client backend' AND pid <> pg_backend_pid()"""
@@ -171,9 +179,9 @@ def empty_pgserver(binaries: Path) -> Iterator[PgServer]:
 def start_pgserver(binaries: Path | None = None, **settings: object) -> Iterator[PgServer]:
     """A primary with these settings; its databases are UTF-8 in the C locale."""
     with empty_pgserver(binaries or BINARIES[0]) as primary:
-        options = ["-U", "postgres", "-E", "UTF8", "--locale=C", "--no-sync"]
-        primary.invoke("initdb", *options)
-        (primary.folder / "data/pg_hba.conf").write_text(ACCESS)
+        options = ["-U", "postgres", f"--pwfile={PASSWORD_FILE.name}", "-A", "scram-sha-256"]
+        primary.invoke("initdb", *options, "-E", "UTF8", "--locale=C", "--no-sync")
+        (primary.folder / "data/pg_hba.conf").write_text(f"{HBA}\n")
         primary.configure(
             port=primary.port,
             listen_addresses="127.0.0.1",
