@@ -71,7 +71,7 @@ def read_fields() -> dict[str, object]:
 
 
 def read_json() -> Any:
-    """The body. Raises BadRequest if it is not JSON, or gives a field twice or too many."""
+    """The body, parsed. Raises BadRequest, UnsupportedMediaType, RequestEntityTooLarge."""
     body = read_body()
     try:
         return json.loads(

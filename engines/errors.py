@@ -9,4 +9,7 @@ class Unavailable(Exception):
 
 
 class OutcomeUnknown(Unavailable):
-    """A write may or may not have been made: its connection, its disk or its file was lost."""
+    """A write may or may not have been made.
+
+    Its connection, its disk or its file was lost, or a cluster failed at its COMMIT.
+    """

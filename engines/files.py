@@ -1,4 +1,7 @@
-"""Creates files that get their names once they are complete, and notices a replaced database."""
+"""Creates files whole or not at all, and lets one writer at a time have a database's file.
+
+Notices what SQLite does not: that this file was replaced, or opened before a fork.
+"""
 
 import errno
 import fcntl

@@ -43,8 +43,8 @@ class Failure(NamedTuple):
     status: int = 0  # of the proxy's response
     retry_after: int = RETRY_AFTER
     detail: str = ""
-    is_revoked: bool = False  # to the store, the token is unknown
     raised: type[Exception] | None = None  # by the store
+    is_revoked: bool = False  # to the store, the token is unknown
 
 
 LOST = "The service sent no response{}: read before you repeat a write."
