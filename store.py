@@ -194,8 +194,8 @@ class Store:
     def _check_condition(self, account: str, id: str, condition: Precondition) -> None:
         """Raises NotFound, or Stale if the condition rules out the Project's ETag.
 
-        If it raises nothing, the change should be tried once more: the Project has changed since, or
-        Citus has missed it while its account moved to another node.
+        If it raises nothing, the change should be tried once more: the Project has changed since,
+        or Citus has missed it while its account moved to another node.
         """
         if not condition.allows(self.get_project(account, id).etag):
             raise Stale
@@ -213,8 +213,9 @@ class Store:
             numbers = f'"page":{number},"size":{size},"total":{total or 0}'.encode()
             document = b'{"projectList":%b,%b}' % (document, numbers)
         digest = hashlib.sha256(document)
-        # Two pages may differ in their Link alone. Without last_seq, a creation and a deletion would
-        # bring an old ETag back: a client that has added the new Project to its copy would keep it.
+        # Two pages may differ in their Link alone. Without last_seq, a creation and a deletion
+        # would bring an old ETag back: a client that has added the new Project to its copy would
+        # keep it.
         digest.update(f"{next_after} {last_seq}".encode())
         return ProjectList(digest.hexdigest(), document, next_after)
 

@@ -12,7 +12,7 @@ class Breaker:
     """A timeout opens it for PAUSE seconds, in which it admits nobody.
 
     Then it is half-open: about one caller may try, and one more after each TRIAL_INTERVAL. (Two
-    threads may pass at once.) Any response closes it, even one to a caller who was admitted earlier.
+    threads may pass at once.) Any response closes it, even to a caller who was admitted earlier.
     """
 
     def __init__(self) -> None:

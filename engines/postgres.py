@@ -30,8 +30,8 @@ DEFAULTS: dict[str, Any] = {  # what the parameters of a URL override
     "keepalives_idle": 60,  # seconds
     "keepalives_interval": 10,  # seconds
 }
-# Prefixes of SQLSTATEs. A statement that fails with one has changed nothing. `translate_error` first
-# handles the exceptions: 40003, and a COMMIT on a cluster.
+# Prefixes of SQLSTATEs. A statement that fails with one has changed nothing. `translate_error`
+# handles the exceptions first: 40003, and a COMMIT on a cluster.
 OUTAGES = (
     "2200H",  # the IDs of tokens are used up
     "25006",  # the server is a standby

@@ -178,7 +178,7 @@ def inspect(connection: sqlite3.Connection) -> tuple[int, bool]:
 
 
 def raise_if_full(error: sqlite3.Error, path: str) -> None:
-    """Raises Unavailable if the copy's disk is full. SQLite's message does not say which disk it is."""
+    """Raises Unavailable if the copy's disk is full: SQLite does not say which disk it means."""
     if error.sqlite_errorname == "SQLITE_FULL":
         raise Unavailable(f"no space left in {os.path.dirname(path)}") from error
 

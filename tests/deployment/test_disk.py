@@ -91,7 +91,7 @@ def test_sorting_needs_no_disk(store, database, file, mount, tmp_path):
     with closing(sqlite3.connect(database)) as plain_sql, plain_sql:
         plain_sql.execute(
             """WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 60000)
-            INSERT INTO account (name) SELECT 'a somewhat longer name of an account, ' || i FROM n"""
+            INSERT INTO account (name) SELECT 'a somewhat longer name, the account ' || i FROM n"""
         )
     environment = environment_of(database) | {"TMPDIR": str(disk)}
     listed = run(BIN / "flask", "account", "list", environment=environment).stdout
