@@ -68,6 +68,13 @@ class Page(NamedTuple):
     after: int | None = None  # the seq of the Project after which the page begins
 
 
+class KeyUse(NamedTuple):
+    """The Project that was created with a key."""
+
+    id: str | None  # None: it was deleted
+    fingerprint: bytes | None  # of its fields at the creation; None: it was deleted
+
+
 class Caller(NamedTuple):
     account: str
     token_id: int
@@ -77,8 +84,7 @@ class Account(NamedTuple):
     name: str
     projects: int
     tokens: int
-    # The last change of those Projects, in epoch milliseconds; None without Projects.
-    changed_at: int | None
+    changed_at: int | None  # epoch milliseconds, when its Projects last changed; None: it has none
 
 
 class Token(NamedTuple):
@@ -136,19 +142,23 @@ class Store:
             "now": self._now(),
             "limit": self._max_projects,
         }
-        # With a key, a transaction, so that nobody else creates or deletes its Project meanwhile. A
-        # refusal is a value, since an exception would close the connection.
-        outcome: Project | KeyReused | KeySpent | AccountFull | None = None
         with self.engine.writer(in_transaction=key is not None) as connection:
+            earlier = None
             if key is not None:
-                connection.lock_account(account)
-                outcome = outcome_of_key(connection, account, key, fingerprint)
-            if outcome is None:
+                connection.lock_account(account)  # so that nobody else uses the key meanwhile
+                earlier = find_key(connection, account, key)
+            if earlier is None:
                 rows = connection.create(parameters)
-                outcome = Project(*rows[0]) if rows else AccountFull(self._max_projects)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
+            else:
+                rows = connection.fetch(connection.GET, {"account": account, "id": earlier.id})
+        # Only now, since an exception within the block would close the connection.
+        if earlier and earlier.id is None:
+            raise KeySpent
+        if earlier and earlier.fingerprint != fingerprint:
+            raise KeyReused
+        if not rows:
+            raise AccountFull(self._max_projects)
+        return Project(*rows[0])
 
     def get_project(self, account: str, id: str) -> Project:
         """Raises NotFound."""
@@ -333,28 +343,15 @@ class Store:
         return int(self._clock() * 1000)
 
 
-def outcome_of_key(
-    connection: Connection, account: str, key: str, fingerprint: bytes | None
-) -> Project | KeyReused | KeySpent | None:
-    """The Project that this key created, or why it is refused; None if the key is free.
-
-    The account must be locked, so that nobody else adds or deletes its Projects meanwhile.
-    """
+def find_key(connection: Connection, account: str, key: str) -> KeyUse | None:
+    """What the account has used the key for; None if the key is free."""
     rows = connection.fetch(
         """SELECT id, fingerprint FROM project WHERE account = :account AND key = :key
         UNION ALL
         SELECT NULL, NULL FROM spent_key WHERE account = :account AND key = :key""",
         {"account": account, "key": key},
     )
-    if not rows:
-        return None
-    [(id, first_fingerprint)] = rows
-    if id is None:
-        return KeySpent()
-    if first_fingerprint != fingerprint:
-        return KeyReused()
-    [project] = connection.fetch(connection.GET, {"account": account, "id": id})
-    return Project(*project)
+    return KeyUse(*rows[0]) if rows else None
 
 
 def spend_key(connection: Connection, account: str, key: str) -> None:
@@ -374,7 +371,7 @@ def spend_key(connection: Connection, account: str, key: str) -> None:
 
 
 def condition_parameters(account: str, id: str, condition: Precondition) -> Parameters:
-    """Those that UPDATE and DELETE share."""
+    """What UPDATE and DELETE take: which Project, and which ETags it may have."""
     if_match, if_none_match = condition
     return {
         "account": account,

@@ -16,7 +16,8 @@ class Connection(ABC):
     """A connection, used by one thread at a time.
 
     A statement names its parameters `:account`, `:id` and so on, and nothing else in it has that
-    form. It has no `%`. It is a transaction of its own unless `begin` was called.
+    form. It has no `%`, which psycopg would take for a parameter. It is a transaction of its own
+    unless `begin` was called.
     """
 
     SCHEMA: str  # the name of the file with the tables

@@ -62,7 +62,8 @@ class Engine(ABC):
             if creates and (path := self.file.path_to_create()):
                 create_folder_of(path)
                 create_empty(path)
-            connection, is_new = self._open_migrated(creates)
+            connection = self.open_connection()
+            is_new = self._migrate(connection, creates)
         except BaseException as error:
             if outage := self.translate_error(error, may_have_committed=False):
                 raise outage from error
@@ -95,7 +96,7 @@ class Engine(ABC):
         Raises Unavailable, OutcomeUnknown.
         """
         acquisition = Acquisition(self, writes=True)
-        # In this order, since a new connection may take the lock to migrate.
+        # The connection first: a new one may take the lock itself, to migrate.
         with acquisition as connection, self.write_lock():
             if in_transaction or connection.ALWAYS_IN_TRANSACTION:
                 connection.begin()
@@ -107,21 +108,20 @@ class Engine(ABC):
                 acquisition.may_have_committed = True
                 yield connection
 
-    def _open_migrated(self, creates: bool = False) -> tuple[Connection, bool]:
-        """A new connection, and whether it has created the tables.
+    def _migrate(self, connection: Connection, creates: bool = False) -> bool:
+        """Bring the tables up to date over the first connection; close it if that fails.
 
-        The engine's first one brings them up to date. Raises as `open_connection` does.
+        Returns whether they were created. Raises as `open_connection` does.
         """
-        connection = self.open_connection()
         if self._is_migrated:
-            return connection, False
+            return False
         try:
             found = connection.migrate(creates)
         except BaseException:
             connection.close()
             raise
         self._is_migrated = True
-        return connection, found == EMPTY
+        return found == EMPTY
 
     def acquire(self) -> Connection:
         """An idle connection, or a new one. Raises as `open_connection` does."""
@@ -130,7 +130,9 @@ class Engine(ABC):
             try:
                 connection = idle.pop()
             except IndexError:  # none is left; other threads take some, too
-                return self._open_migrated()[0]
+                connection = self.open_connection()
+                self._migrate(connection)
+                return connection
             connection.start_deadline()
             if connection.is_usable():
                 return connection
