@@ -209,6 +209,7 @@ def restore_backup(file: str) -> None:
 
 
 def add_to(app: Flask) -> None:
+    """Add the commands; on `flask run`, also prepare the database, and say what to do next."""
     groups = token_commands, account_commands
     databases = create_database, open_database, write_backup, restore_backup
     for command in (*groups, *databases):

@@ -151,9 +151,10 @@ def open_backup(path: str) -> sqlite3.Connection:
     # With a -journal, SQLite may have to roll a transaction back before it can read.
     mode = "rw" if os.path.exists(f"{path}-journal") else "ro"
     uri = f"{Path(path).as_uri()}?mode={mode}"
+    # For a copy of a database in WAL mode, SQLite creates files beside it, even to read it.
     if os.access(os.path.dirname(path), os.W_OK):
         return sqlite3.connect(uri, uri=True)
-    # SQLite would try to create a -wal here, for a copy of a database in WAL mode.
+    # Unless it takes the copy for one that never changes, which ignores what is beside it.
     if not any(os.path.exists(f"{path}{suffix}") for suffix in ("-wal", "-journal")):
         return sqlite3.connect(f"{uri}&immutable=1", uri=True)
     file = sqlite3.connect(uri, uri=True)

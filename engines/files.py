@@ -41,8 +41,9 @@ def new_file(path: str) -> Iterator[str]:
         with suppress(OSError):  # some file systems sync no folders
             sync(folder)
     finally:
+        # By now the file has its name, or an error is on its way: a failure here changes neither.
         for leftover in (partial, f"{partial}-journal"):  # SQLite leaves the latter on a full disk
-            with suppress(OSError):  # it is gone, or what matters has succeeded or failed before
+            with suppress(OSError):
                 os.unlink(leftover)
 
 
@@ -172,14 +173,7 @@ class DatabaseFile:
             create_empty(path)
             file = os.open(path, flags)
         try:
-            while True:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise TimeoutError(f"still locked: {path}") from None
-                    time.sleep(POLL_INTERVAL)
+            acquire_flock(file, path, deadline)
             try:
                 yield
             finally:
@@ -189,6 +183,18 @@ class DatabaseFile:
             os.close(file)
         # The block has succeeded, but perhaps it wrote to a file that had lost its name before.
         self.check_identity(OutcomeUnknown)
+
+
+def acquire_flock(file: int, path: str, deadline: float) -> None:
+    """Wait for it, since flock has no timeout of its own. Raises TimeoutError."""
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"still locked: {path}") from None
+            time.sleep(POLL_INTERVAL)
 
 
 class NoFile:

@@ -65,14 +65,15 @@ SELECT current_setting('server_encoding'),
             AND NOT EXISTS (SELECT FROM pg_depend
                 WHERE classid = 'pg_class'::regclass AND objid = pg_class.oid AND deptype = 'e'))
 """
-# Whatever the server, the database or the role sets: writers of an account wait for each other
-# instead of failing; a commit waits for the disk and the synchronous standby; and psycopg does not
-# double the backslash of a bytea, of which COPY would keep both.
+# Whatever the server, the database or the role sets:
 SETTINGS = f"""
 SET statement_timeout = '{STATEMENT_TIMEOUT}s';
 SET lock_timeout = '{ROW_LOCK_TIMEOUT}s';
+-- Writers of an account wait for each other, instead of failing.
 SET default_transaction_isolation = 'read committed';
+-- Otherwise psycopg would write a bytea with two backslashes, and COPY would keep both.
 SET standard_conforming_strings = on;
+-- A commit waits for the disk, and for the synchronous standby.
 SELECT set_config('synchronous_commit', 'on', false)
 WHERE current_setting('synchronous_commit') IN ('off', 'local');
 """

@@ -109,8 +109,32 @@ class SQLiteConnection(sqlite3.Connection, Connection):
         WHERE id = :id AND account = :account AND {ETAG_IS_ALLOWED}
         RETURNING key"""
 
-    file: DatabaseFile | NoFile
-    write_lock: WriteLock
+    def __init__(
+        self, file: DatabaseFile | NoFile, lock: WriteLock, uri: str, timeout: float
+    ) -> None:
+        """Raises sqlite3.Error, and Unavailable as the file's methods do."""
+        # Before SQLite reads it: it would apply the -wal of the old file to a new one.
+        file.check_identity()
+        file.add_connection()
+        self._file, self._lock = file, lock
+        try:
+            super().__init__(
+                uri,
+                uri=True,
+                timeout=timeout,
+                isolation_level=None,  # each statement is a transaction
+                check_same_thread=False,  # any thread takes a connection that is idle
+            )
+        except BaseException:
+            file.remove_connection()
+            raise
+        try:
+            self.execute("PRAGMA foreign_keys = ON")  # off by default
+            self.execute("PRAGMA synchronous = FULL")  # NORMAL may lose commits
+            self.execute("PRAGMA temp_store = MEMORY")  # a container may have no /tmp
+        except BaseException:
+            self.close()
+            raise
 
     def fetch(self, sql: str, parameters: Parameters) -> Rows:
         # A statement that returns rows commits only when all of them are fetched.
@@ -121,21 +145,21 @@ class SQLiteConnection(sqlite3.Connection, Connection):
 
     def close(self) -> None:
         try:
-            self.file.check_identity()
+            self._file.check_identity()
         except Unavailable:
             # SQLite would leave the -wal of a file that has lost its name, and apply it to the next
             # file with this name. This moves its contents into the old file.
             with suppress(sqlite3.Error):
                 self.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         super().close()
-        self.file.remove_connection()
+        self._file.remove_connection()
 
     def migrate(self, creates: bool) -> int:
         found, is_wal = inspect(self)
         scripts = self.scripts_for(found, creates)  # before anything changes
         if is_wal and not scripts:
             return found
-        with self.write_lock.hold():
+        with self._lock.hold():
             self.execute("PRAGMA journal_mode = WAL")  # which no transaction can set
             found, _ = inspect(self)  # again: another process may have been first
             scripts = self.scripts_for(found, creates)
@@ -199,7 +223,7 @@ class SQLite(Engine):
             raise ValueError(f"{found}; the service needs {needed} or later")
         super().__init__(NoFile() if path == ":memory:" else DatabaseFile(path))
         if isinstance(self.file, NoFile):
-            self._write_lock = WriteLock(self.file, MEMORY_TIMEOUT)
+            self._lock = WriteLock(self.file, MEMORY_TIMEOUT)
             self._busy_timeout = MEMORY_TIMEOUT
             self.name = "the database in memory"
             self._uri = f"file:/{secrets.token_hex(8)}?vfs=memdb"
@@ -208,40 +232,17 @@ class SQLite(Engine):
             weakref.finalize(self, kept.close)
             self.open_database(creates=True)
         else:
-            self._write_lock = WriteLock(self.file, WRITE_TIMEOUT)
+            self._lock = WriteLock(self.file, WRITE_TIMEOUT)
             self._busy_timeout = BUSY_TIMEOUT
             self.name = self.file.path
             # rw: SQLite must not put an empty file in the place of a lost one.
             self._uri = f"{Path(self.file.path).as_uri()}?mode=rw"
 
     def open_connection(self) -> SQLiteConnection:
-        # Before SQLite reads it: it would apply the -wal of the old file to a new one.
-        self.file.check_identity()
-        self.file.add_connection()
-        try:
-            connection = sqlite3.connect(
-                self._uri,
-                uri=True,
-                timeout=self._busy_timeout,
-                isolation_level=None,  # each statement is a transaction
-                check_same_thread=False,  # any thread takes a connection that is idle
-                factory=SQLiteConnection,
-            )
-        except BaseException:
-            self.file.remove_connection()
-            raise
-        connection.file, connection.write_lock = self.file, self._write_lock
-        try:
-            connection.execute("PRAGMA foreign_keys = ON")  # off by default
-            connection.execute("PRAGMA synchronous = FULL")  # NORMAL may lose commits
-            connection.execute("PRAGMA temp_store = MEMORY")  # a container may have no /tmp
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+        return SQLiteConnection(self.file, self._lock, self._uri, self._busy_timeout)
 
     def write_lock(self) -> AbstractContextManager[None]:
-        return self._write_lock.hold()
+        return self._lock.hold()
 
     def save(self, path: str) -> None:
         """Copy the database to this empty file."""
@@ -259,22 +260,24 @@ class SQLite(Engine):
         return name.startswith("SQLITE_BUSY") or isinstance(error, TimeoutError)
 
     def translate_error(self, error: BaseException, may_have_committed: bool) -> Unavailable | None:
-        if isinstance(error, OSError):  # of a file, or a TimeoutError of the lock
-            reason = error.strerror or str(error)
-            is_lock = str(error.filename).endswith("-lock")
-            outage = OutcomeUnknown if may_have_committed else Unavailable
-            return outage(f"{reason}: {error.filename if is_lock else self.name}")
         name = getattr(error, "sqlite_errorname", "")
-        if not OUTAGE.match(name):
+        is_of_file = isinstance(error, OSError)  # or a TimeoutError of the lock
+        if not is_of_file and not OUTAGE.match(name):
             return None
-        reason, path = str(error), self.name
-        is_unwritable = self.file.folder and not os.access(self.file.folder, os.W_OK)
-        if name.startswith("SQLITE_CANTOPEN") and (unreadable := self.file.unreadable()):
-            reason, path = os.strerror(errno.EACCES), unreadable
-        elif is_unwritable and name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY_DIRECTORY")):
-            reason = "its folder cannot be written to"
-        if name in ("SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE"):  # the latter at a start
-            reason = f"{reason} (is the disk full, or a quota used up?)"
         # After a crash, SQLite may still find a commit that could not be synced.
-        is_unknown = may_have_committed and name.startswith("SQLITE_IOERR")
-        return (OutcomeUnknown if is_unknown else Unavailable)(f"{reason}: {path}")
+        is_unknown = may_have_committed and (is_of_file or name.startswith("SQLITE_IOERR"))
+        return (OutcomeUnknown if is_unknown else Unavailable)(self._explain(error, name))
+
+    def _explain(self, error: BaseException, name: str) -> str:
+        """What an operator reads of an outage: the reason, and the file."""
+        if isinstance(error, OSError):
+            is_lock = str(error.filename).endswith("-lock")
+            return f"{error.strerror or error}: {error.filename if is_lock else self.name}"
+        if name.startswith("SQLITE_CANTOPEN") and (file := self.file.unreadable()):
+            return f"{os.strerror(errno.EACCES)}: {file}"
+        is_unwritable = self.file.folder and not os.access(self.file.folder, os.W_OK)
+        if is_unwritable and name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY_DIRECTORY")):
+            return f"its folder cannot be written to: {self.name}"
+        if name in ("SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE"):  # the latter at a start
+            return f"{error} (is the disk full, or a quota used up?): {self.name}"
+        return f"{error}: {self.name}"
