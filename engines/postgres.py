@@ -341,16 +341,19 @@ class PostgreSQL(Engine):
         return connection
 
     def _open(self) -> PostgreSQLConnection:
-        started = time.monotonic()
+        started, parameters = time.monotonic(), self._parameters
         try:
             connection = self._connection_class.connect(
                 autocommit=True,  # each statement is a transaction
-                **self._parameters,
+                **parameters,
             )
         except (psycopg.Error, UnicodeError) as error:  # the latter for the host "a..b"
             # The error is the last host's. Only the time shows that one of them was silent.
             is_silent = time.monotonic() - started >= self._connect_timeout
             raise (ServerTimeout if is_silent else Unavailable)(one_line(error)) from error
+        if time.monotonic() - started >= self._connect_timeout:
+            # A host before this one was silent. The next connections should not wait for it, too.
+            self._parameters = parameters | first_host_last(parameters)
         connection.start_deadline()
         try:
             connection.execute(SETTINGS)
@@ -401,6 +404,15 @@ def addresses(parameters: Mapping[str, Any]) -> str:
         ports *= len(hosts)
     pairs = zip(hosts, ports, strict=False)  # libpq refuses lists of different lengths
     return ",".join(f"{host}:{port}" if port else host for host, port in pairs)
+
+
+def first_host_last(parameters: Mapping[str, Any]) -> dict[str, str]:
+    """The parameters that name the hosts, so that the first one comes last."""
+    rotated = {}
+    for name in {"host", "hostaddr", "port"} & parameters.keys():
+        first, *others = str(parameters[name]).split(",")  # a single port is for all hosts
+        rotated[name] = ",".join([*others, first])
+    return rotated
 
 
 def version_in(mark: str, has_tables: bool) -> int:

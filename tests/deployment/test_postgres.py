@@ -19,7 +19,13 @@ from auth import digest
 from deployment.servers.pgserver import BINARIES, WAITS, backends, execute, silence, start_pgserver
 from engines.backup import backup, restore
 from engines.errors import OutcomeUnknown, Unavailable
-from engines.postgres import LOST_SESSION, REQUEST_TIMEOUT, ClusterConnection, PostgreSQL
+from engines.postgres import (
+    LOST_SESSION,
+    REQUEST_TIMEOUT,
+    ClusterConnection,
+    PostgreSQL,
+    first_host_last,
+)
 from helpers.later_release import copy_later_release
 from helpers.running import (
     BIN,
@@ -720,9 +726,18 @@ def test_silent_host_is_passed_over(database, store):
         hosts = f"127.0.0.1:{silent.getsockname()[1]},127.0.0.1"
         with closing_store(database.replace("127.0.0.1", hosts)) as passing:
             with lasts(1.5, 2.9):
+                at_once(lambda _: passing.list_tokens(), 2)
+            with lasts(0, 1):  # over a connection that is open now
                 assert passing.list_tokens() == []
-            with lasts(0, 1):  # over the connection that is open now
+            passing.engine.close()
+            with lasts(0, 1):  # over a new one, since the silent host now comes last
                 assert passing.list_tokens() == []
+
+
+def test_host_keeps_its_address_and_port_wherever_it_is_tried():
+    parameters = {"host": "a,b,c", "hostaddr": "1,2,3", "port": "5432", "user": "ann"}
+    expected = {"host": "b,c,a", "hostaddr": "2,3,1", "port": "5432"}
+    assert first_host_last(parameters) == expected
 
 
 def test_statements_have_time_however_many_hosts_are_silent(database, store):
