@@ -22,7 +22,7 @@ COMMAND_TIMEOUT = 3600  # seconds for what an operator asks for
 CONNECT_TIMEOUT = 2  # seconds for each host; libpq takes no less
 STATEMENT_TIMEOUT = 4  # seconds, after which the server itself ends a statement
 ROW_LOCK_TIMEOUT = 1  # seconds that a statement may wait for a lock
-STILL_ARRIVING = 50  # milliseconds between two parts of a long response, at most
+STILL_ARRIVING = 50  # milliseconds between two parts of a response on a slow network, at most
 DEFAULTS: dict[str, Any] = {  # what the parameters of a URL override
     "connect_timeout": CONNECT_TIMEOUT,
     "target_session_attrs": "read-write",
@@ -204,8 +204,9 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
         except psycopg.OperationalError as error:
             if time.monotonic() < self.deadline:
                 raise  # it is no timeout
-            # It is an error in either case. But a server that is still sending a long list is not
-            # silent, so for the breaker it is no timeout.
+            # It is an error in either case. But a server whose long list is still arriving over a
+            # slow network is not silent, so for the breaker it is no timeout. If it still computes,
+            # it has normally ended the statement by then: see STATEMENT_TIMEOUT.
             if self._has_input(STILL_ARRIVING):
                 raise psycopg.OperationalError("the response is too long") from error
             raise ServerTimeout("no response before the deadline") from error

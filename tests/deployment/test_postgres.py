@@ -343,6 +343,7 @@ def test_slow_statement_is_ended_by_the_server_so_that_its_outcome_is_known(stor
     store.delete_account("ann")
     with lasts(4), fails(Unavailable, "statement timeout"):
         fetch(store, "SELECT pg_sleep(10)")
+    assert store.list_tokens() == []  # nobody is refused for it
 
 
 def test_long_response_that_still_arrives_is_no_silent_server(store):
