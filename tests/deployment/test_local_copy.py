@@ -339,6 +339,19 @@ def test_list_is_fetched_whole_after_a_change_and_only_then(device, gardening_se
     assert [each["status"] for each in fetched] == [200, 304] * 3
 
 
+@pytest.fixture
+def netrc(tmp_path, monkeypatch):
+    """Logins of the user, one of them for any host."""
+    (tmp_path / "netrc").write_text("default login ann password secret\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+
+
+def test_short_client_sends_its_token_as_it_is(gardening, tmp_path, netrc):
+    [program] = blocks("docs/api.md", "A short client", "python")
+    where = {"SERVICE": gardening.url, "TOKEN": gardening.token + "\n"}
+    run(sys.executable, "-c", program, folder=tmp_path, environment=os.environ | where)
+
+
 def test_address_may_end_in_a_slash_and_is_kept(device, gardening, tmp_path):
     phone = device()
     phone.url += "/"
