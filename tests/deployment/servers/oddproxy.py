@@ -28,19 +28,29 @@ CUT = Odd(0, is_passed_on=True)  # half of the service's response
 TRANSFORMED = Odd(203, is_passed_on=True)  # all of it (RFC 9110 15.3.4)
 PAGE = "<html>Blocked</html>"
 FIREWALL = Odd(403, body=PAGE)
+NO_PROJECTS = [  # each would be a Park, but for one member
+    json.dumps({"id": "1", "created_at": 1, "updated_at": 1, "version": 1, "name": "Park"} | wrong)
+    for wrong in ({"id": []}, {"id": "\ud800"}, {"updated_at": None}, {"version": True})
+]
 IN_PLACE = [
     *(Odd(status, body=PAGE) for status in (200, 201, *range(400, 418), 422, 429, 431, 451)),
     *(Odd(status, body=PAGE) for status in (500, 502, 503, 504)),
     *(Odd(status) for status in (200, 201, 202, 300, 304, 403, 404, 412)),
     *(Odd(status, location=PROJECTS) for status in (301, 302, 303, 307, 308)),  # to a 200
+    Odd(307, location="http://[::1"),
     *(Odd(status, JSON, body) for status in (200, 201) for body in ("{}", "[]", "null")),
     *(Odd(200, JSON, body, etag='"1"') for body in ("{}", "[1]", "[{}]", "null")),
+    *(Odd(201, JSON, body) for body in NO_PROJECTS),
+    *(Odd(200, JSON, f"[{body}]", etag='"1"') for body in NO_PROJECTS),
+    Odd(200, JSON, "[]", etag="\xa0"),  # which is no ETag, and which requests would not send back
     *(Odd(status, JSON, '{"error": "no"}') for status in (403, 404, 409, 412, 422, 500)),
     *(
         Odd(status, PROBLEM, json.dumps({"type": "about:blank", "status": status}))
         for status in (403, 404, 405, 409, 500)
     ),
+    Odd(409, PROBLEM, '{"type": []}'),
 ]
+TOO_DEEP = [Odd(status, JSON, 200_000 * "[", etag='"1"') for status in (200, 201)]  # for Python
 ODDITIES = [*IN_PLACE, *(odd._replace(is_passed_on=True) for odd in IN_PLACE), CUT]
 Response = tuple[int, dict[str, str], bytes]
 Choice = Callable[[str, bytes], Odd | None]  # for a method and a body; None: nothing odd
