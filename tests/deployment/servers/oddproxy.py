@@ -26,6 +26,8 @@ class Odd(NamedTuple):
 
 CUT = Odd(0, is_passed_on=True)  # half of the service's response
 TRANSFORMED = Odd(203, is_passed_on=True)  # all of it (RFC 9110 15.3.4)
+MIXED_UP = Odd(1, is_passed_on=True)  # a success of the same method, but of another request
+LATE = Odd(2)  # none: the request reaches the service after it was repeated
 PAGE = "<html>Blocked</html>"
 FIREWALL = Odd(403, body=PAGE)
 NO_PROJECTS = [  # each would be a Park, but for one member
@@ -52,6 +54,7 @@ IN_PLACE = [
 ]
 TOO_DEEP = [Odd(status, JSON, 200_000 * "[", etag='"1"') for status in (200, 201)]  # for Python
 ODDITIES = [*IN_PLACE, *(odd._replace(is_passed_on=True) for odd in IN_PLACE), CUT]
+Request = tuple[str, str, bytes, dict[str, str]]
 Response = tuple[int, dict[str, str], bytes]
 Choice = Callable[[str, bytes], Odd | None]  # for a method and a body; None: nothing odd
 
@@ -68,6 +71,8 @@ def ask(upstream: str, method: str, path: str, body: bytes, headers: dict[str, s
 @contextmanager
 def odd_proxy(upstream: str, choose: Choice, link: str | None = None) -> Iterator[str]:
     """The address of a proxy in front of this one, which adds a `Link` to each response."""
+    successes: dict[str, Response] = {}  # the last one, by method
+    late: list[Request] = []
 
     class Handler(BaseHTTPRequestHandler):
         def handle_one_request(self) -> None:
@@ -75,14 +80,25 @@ def odd_proxy(upstream: str, choose: Choice, link: str | None = None) -> Iterato
             if not self.raw_requestline or not self.parse_request():
                 return
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            request = (self.command, self.path, body, dict(self.headers))
             odd = choose(self.command, body)
+            if odd == LATE:
+                late.append(request)
+                return
             if odd is None or odd.is_passed_on:
                 try:
-                    response = ask(upstream, self.command, self.path, body, dict(self.headers))
+                    response = ask(upstream, *request)
+                    while request in late:
+                        late.remove(request)
+                        ask(upstream, *request)
                 except (HTTPException, OSError):  # a planned failure
                     return
+                if response[0] in (200, 201):
+                    last = successes.get(self.command, response)
+                    successes[self.command] = response
+                    response = last if odd == MIXED_UP else response
                 status, headers, content = response
-            if odd is None:
+            if odd in (None, MIXED_UP):
                 self.respond(status, headers, content)
             elif odd == CUT:
                 if content:
