@@ -188,6 +188,8 @@ class History:
         if call.status == 304 and call.path.startswith("/"):
             return {call.id: version_of(call.condition)}
         if call.status == 304:
+            if (call.path, call.condition) not in self.lists:  # its 200 is not to be checked
+                return {}
             response = self.lists[call.path, call.condition]
             call = call._replace(status=200, response=response)
         view = {project["id"]: project["version"] for project in call.projects}
