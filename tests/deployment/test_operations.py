@@ -286,6 +286,17 @@ def test_command_asks_before_it_deletes(machine):
     assert " eve\n" not in machine.paste("gardening account list")
 
 
+def test_name_of_a_folder_is_no_line_of_a_unit(machine, token_of_ann):
+    """Which systemd would run as root, once it has read its units again."""
+    folder = r"/run/x\nExecStopPost=+/bin/touch /run/forged\ny"
+    machine.paste(
+        f"mkdir -p $'{folder}' && cd $'{folder}'; sleep 60 | gardening account delete ann & "
+        "until pgrep -u gardening -f 'account delete' >/dev/null; do sleep 0.1; done; "
+        "systemctl daemon-reload; kill $(jobs -p); wait"
+    )
+    machine.paste("ls /run/forged", status=2)
+
+
 def test_command_keeps_what_it_copies_on_a_disk(machine, token_of_ann):
     """A restore into PostgreSQL copies the backup first; /tmp may be memory."""
     printed = machine.paste(
