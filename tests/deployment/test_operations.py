@@ -930,6 +930,26 @@ def test_format_of_the_access_log_can_be_changed(machine, token_of_ann, saved_se
     assert re.match(rf"/ann/\d+/GET/{PROJECTS}/200/\d+/\d+/7f/20\S+Z$", logged())
 
 
+# In place of PostgreSQL's: says who runs it, and where its terminal is.
+POSTGRES = """
+mkdir -p /run/pg && cd /run/pg && tee createuser createdb dropdb psql >/dev/null <<<'#!/bin/sh
+ps -o user=,tty= -p $$; readlink /proc/$$/fd/[012]'
+chmod -R 755 .
+"""
+
+
+def test_program_of_another_user_has_no_terminal_of_root(machine):
+    """It could type commands into root's shell, or read what root types."""
+    pasted = [each for each in blocks(POSTGRESQL) if "runuser" in each]
+    script = "\n".join(["tty", *pasted, code("runuser", POSTGRESQL)])
+    machine.paste(f"{POSTGRES} cat >/run/pasted", input=script)
+    shell = "timeout 60 script --quiet --command 'bash -eu /run/pasted' /dev/null"
+    printed = machine.paste(shell, PATH=f"/run/pg:{ENVIRONMENT['PATH']}")
+    assert printed.count("postgres ") == script.count("runuser")
+    terminal, *others = printed.replace("/dev/", "").split()
+    assert terminal not in others
+
+
 PASSWORD = r"se:cr\et"
 
 
@@ -940,7 +960,8 @@ def test_projects_move_to_postgresql_and_back(machine, empty_account, saved_sett
     version = CLUSTER.parent.name
     machine.paste(f"pg_dropcluster --stop {version} main 2>/dev/null; systemctl start dbus")
     machine.paste(f"pg_createcluster {version} main --start")
-    machine.paste(create_database, input=f"{PASSWORD}\n{PASSWORD}\n")
+    typed = f"while echo '{PASSWORD}' && sleep 0.1; do :; done"  # what comes too early is lost
+    machine.paste(f"{typed} 2>/dev/null | {{ {create_database} }}")
     machine.paste(store_password, input=f"*:5432:gardening:gardening:{escaped}\n")
     machine.paste(store_password)  # again, which keeps the password
     owner = "stat --format='%U %a' /etc/gardening.pgpass"
