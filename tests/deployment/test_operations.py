@@ -248,6 +248,12 @@ def test_service_writes_under_its_restrictions(machine, empty_account):
     assert (folder, set(files)) == ("gardening 700", {"gardening 600"})
 
 
+def test_one_unit_does_not_reach_into_the_processes_of_another(machine):
+    """By /proc, the service could delete all backups."""
+    run_unit = "systemd-run --quiet --wait --collect --pipe --unit=gardening-other --uid=gardening"
+    machine.paste(f"{run_unit} ls /proc/{main_pid(machine)}/root/", status=2)
+
+
 def test_command_uses_the_settings_alone(machine, token_of_ann):
     """Not what root's shell happens to have."""
     modules = "/tmp/{sitecustomize,app,click,commands}.py"
