@@ -450,6 +450,35 @@ def test_install_finds_the_service_wherever_it_listens(machine, saved_settings):
         assert '"GET /health" 200' in logged
 
 
+# Answers 200 to everybody, and bears the name that `ss` shows beside the process in its argument.
+STRANGER = """
+import sys
+from socketserver import StreamRequestHandler, UnixStreamServer
+class Handler(StreamRequestHandler):
+    def handle(self):
+        self.rfile.readline()
+        self.wfile.write(b"HTTP/1.0 200 OK\\r\\n\\r\\n")
+open("/proc/self/comm", "w").write(f"pid={sys.argv[1]},")
+UnixStreamServer("/tmp/stranger", Handler).serve_forever()
+"""
+
+
+def test_health_asks_nobody_but_the_service(machine, saved_settings):
+    health = "/opt/gardening/deploy/health"
+    machine.paste(f"echo request=PUT >~/.curlrc; {health}; status=$?; rm ~/.curlrc; exit $status")
+    add_setting(machine, "GARDENING_BIND=127.0.0.1:8000")
+    machine.paste("install -m 644 /dev/stdin /run/stranger.py", input=STRANGER)
+    stranger = f"python3 /run/stranger.py {main_pid(machine)}"
+    machine.paste(f"systemd-run --quiet --collect --unit=stranger --uid=nobody {stranger}")
+    machine.paste(f"until [ -S /tmp/stranger ]; do sleep 0.1; done; mv {DATABASE} {DATABASE}-moved")
+    try:
+        machine.paste(health, status=22)
+        printed = machine.paste(f"systemctl stop gardening; {health}", status=1)
+        assert printed == "The service is stopped. See: journalctl -u gardening\n"
+    finally:
+        machine.paste(f"systemctl stop stranger; rm /tmp/stranger; mv {DATABASE}-moved {DATABASE}")
+
+
 def test_nginx_reaches_the_service_at_a_unix_socket(machine, token_of_ann, saved_settings):
     [bind] = re.findall(r"\bunix:\S+ here", (ROOT / SETTINGS).read_text())
     add_setting(machine, f"GARDENING_BIND={bind.removesuffix(' here')}")
