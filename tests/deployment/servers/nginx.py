@@ -75,7 +75,7 @@ def proxy(
             "/etc/nginx/snippets/": f"{snippets}/",
             "/var/log/nginx/gardening.log": f"{folder}/access.log",
             "/var/log/nginx/error.log": f"{folder}/error.log",
-            "127.0.0.1:8000": f"127.0.0.1:{upstream}",
+            "unix:/run/gardening/socket": f"127.0.0.1:{upstream}",
             "rate=50r/s": "rate=100000r/s",
         }
         | (changes or {}),
@@ -88,7 +88,7 @@ def proxy(
 def another_site(folder: Path, upstream: int) -> Iterator[int]:
     """The port of a site of its own, with the page's location for a prefix pasted into it."""
     [location] = blocks("docs/operations.md", "Beside another site", "nginx")
-    location = replaced(location, {"127.0.0.1:8000": f"127.0.0.1:{upstream}"})
+    location = replaced(location, {"unix:/run/gardening/socket:": f"127.0.0.1:{upstream}"})
     site = "gzip_types *; gzip_min_length 0; location / { return 200 'another site'; }"
     with running(
         folder, f"server {{ listen 80; server_name {HOST}; {site}\n{location} }}"
