@@ -551,6 +551,21 @@ def test_install_ends_when_packages_cannot_be_installed(machine, fails):
     assert machine.paste("cat /run/called").splitlines() == called[: 1 if fails == "update" else 2]
 
 
+def test_install_from_the_hook_of_a_repository_leaves_that_alone(machine):
+    printed = machine.paste("/opt/gardening/deploy/install", GIT_DIR="/srv/gardening/.git")
+    assert f"Installed: {installed_release(machine).strip()}" in printed
+    assert machine.paste("git -C /srv/gardening for-each-ref refs/installed") == ""
+
+
+def test_install_names_a_backup_that_was_made(machine, no_backups):
+    """Not one that the service's user, or a clock that was wrong, has named."""
+    machine.paste("systemctl start gardening-backup")
+    made = machine.paste(f"ls {BACKUPS}/*").strip()
+    machine.paste(f"cd {BACKUPS} && touch 2098-01-01T000000Z.db $'2098\n\\e]0;Z.db'")
+    printed = machine.paste("/opt/gardening/deploy/install")
+    assert printed.endswith(f". Newest backup: {made}\n")
+
+
 def test_install_that_was_interrupted_runs_again(machine):
     """At ten moments, with all its processes; the first is when pip takes itself for installed."""
     clone, install = "/opt/gardening", "/opt/gardening/deploy/install"
@@ -896,6 +911,7 @@ def test_backup_that_was_not_made_is_noticed(machine, no_backups):
     script = block("Health").splitlines()[1]
     machine.paste(script, status=1)
     machine.paste(f"touch --date='37 hours ago' {BACKUPS}/2020-01-01T030000Z.db")
+    machine.paste(f"touch --date='2098-01-01' {BACKUPS}/2020-01-02T030000Z.db")
     machine.paste(script, status=1)
     machine.paste("systemctl start gardening-backup")
     paste_twice(machine, script)
