@@ -921,7 +921,8 @@ def test_blocks_are_pasted_into_a_terminal_without_bracketed_paste(machine):
     """As a provider's web console: what a program reads there is lost to the shell."""
     machine.paste(f"rm /etc/nginx/conf.d/gardening.conf; {INSTALL}systemctl start gardening-backup")
     machine.paste("git -C /opt/gardening update-ref -d refs/installed")
-    pasted = f"{INSTALL}{block('nginx')}{RESTORE}\necho pasted $((1 + 1)) blocks\nexit\n"
+    pasted = "".join([INSTALL, block("First token"), block("nginx"), RESTORE])
+    pasted += "\necho pasted $((1 + 1)) blocks\nexit\n"
     terminal = "timeout 60 script --quiet --command 'bash --norc' /dev/null"
     printed = machine.paste(terminal, input=pasted)
     assert "Restored: " in printed and "pasted 2 blocks" in printed
