@@ -233,7 +233,8 @@ def require_empty(connection: Connection) -> None:
     """Raises Unavailable if there is a row in any table."""
     for table in COLUMNS:
         if connection.fetch(f"SELECT 1 FROM {table} LIMIT 1", {}):
-            raise Unavailable("the database to fill is not empty")
+            hint = "deploy/restore replaces the SQLite file of a server"
+            raise Unavailable(f"the database to fill is not empty; {hint}")
 
 
 def copy_table(reader: Connection, writer: Connection, table: str) -> None:
