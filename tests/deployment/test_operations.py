@@ -666,6 +666,7 @@ def test_newest_dated_backup_is_restored_and_the_restore_undone(
     machine.paste("systemctl start gardening-backup")
     machine.paste(f"cd {BACKUPS} && gardening backup manual.db")
     add_project(machine, empty_account, "lost")
+    machine.paste(f"cd {BACKUPS} && gardening backup 2098-01-01T000000Z.db")  # the clock was wrong
     printed = machine.paste(restore_later())
     counts = re.findall(r"(?m)^(\w+).*: accounts \d+, Projects (\d+), tokens \d+\.$", printed)
     assert counts == [("Until", "2"), ("Restored", "1")]
@@ -690,7 +691,7 @@ def small_disk(machine):
     machine.paste(f"systemctl stop gardening; umount {folder} && systemctl start gardening")
 
 
-NEWEST = f"{BACKUPS}/2098-01-01T000000Z.db"
+NEWEST = f"{BACKUPS}/2020-01-01T000000Z.db"
 FOREIGN = f"import sqlite3; sqlite3.connect('{NEWEST}').execute('CREATE TABLE a (b)')"
 REFUSED = {  # by what creates it: what is said of it
     "true": r"no such file: .*/20\*Z\.db",
@@ -717,6 +718,11 @@ def test_refused_restore_stops_nothing_and_leaves_nothing(
     assert re.search(words, printed[-1]) and len(printed) <= 2  # Restoring …
     assert (main_pid(machine), files(machine)) == (process, before)
     assert names(machine, empty_account) == ["Park"]
+
+
+def test_restore_of_two_files_is_refused(machine):
+    printed = machine.paste(f"cd && touch a.db b.db && {RESTORE} a.db b.db", status=1)
+    assert printed == "Not restored: more than one file was given\n"
 
 
 # What is not yet in the database file itself when its process ends.
@@ -911,7 +917,7 @@ def test_backup_that_was_not_made_is_noticed(machine, no_backups):
     script = block("Health").splitlines()[1]
     machine.paste(script, status=1)
     machine.paste(f"touch --date='37 hours ago' {BACKUPS}/2020-01-01T030000Z.db")
-    machine.paste(f"touch --date='2098-01-01' {BACKUPS}/2020-01-02T030000Z.db")
+    machine.paste(f"touch --date=2098-01-01 {BACKUPS}/2098-01-01T030000Z.db")  # the clock was wrong
     machine.paste(script, status=1)
     machine.paste("systemctl start gardening-backup")
     paste_twice(machine, script)
