@@ -6,6 +6,7 @@ Blocks are pasted twice, as people do, into a shell with `set -u` and `umask 077
 import json
 import os
 import re
+import shlex
 import shutil
 from contextlib import contextmanager
 from operator import attrgetter
@@ -373,7 +374,9 @@ def test_failed_upgrade_names_the_command_that_goes_back(machine, empty_account,
         assert workers(machine) == old
         add_project(machine, empty_account, "meanwhile")
     else:
-        assert "To go back: " in machine.paste(restore_later(), status=22)
+        assert re.search(
+            "Restored: (?s:.*)\nTo go back: ", machine.paste(restore_later(), status=22)
+        )
         started = main_pid(machine)
     assert re.findall("no[a-z_]{8,}", line)[0] in machine.paste("journalctl -u gardening -n 200")
     paste_twice(machine, back)
@@ -512,15 +515,19 @@ def elsewhere(machine, database):
     """The folder of a copy of the database, which the units use as the settings have it."""
     folder, drop_in = Path(database).parent, "gardening{,-backup}.service.d/folder.conf"
     [writable] = re.findall('ReadWritePaths="FOLDER"', (ROOT / SETTINGS).read_text())
-    writable = writable.replace("FOLDER", str(folder))
-    machine.paste(f"rm -rf '{folder}'; install -d -m 700 -o gardening '{folder}'")
+    writable = writable.replace("FOLDER", str(folder).replace("\\", r"\\"))
+    quoted = shlex.quote(str(folder))
+    machine.paste(f"rm -rf {quoted}; install -d -m 700 -o gardening {quoted}")
     machine.paste(f"gardening backup {BACKUPS}/here.db")
-    machine.paste("cat >> /etc/gardening.env", input=f'GARDENING_DATABASE="{database}"\n')
+    machine.paste(
+        "cat >> /etc/gardening.env", input=f"GARDENING_DATABASE={shlex.quote(database)}\n"
+    )
     machine.paste(f"gardening restore {BACKUPS}/here.db && rm {BACKUPS}/here.db")
     machine.paste("systemctl restart gardening", status=1)  # which may not write there
     machine.paste(
         "cd /etc/systemd/system && mkdir -p gardening-backup.service.d && "
-        f"tee {drop_in} <<<'[Service]\n{writable}' && systemctl daemon-reload"
+        f"tee {drop_in} && systemctl daemon-reload",
+        input=f"[Service]\n{writable}\n",
     )
     try:
         machine.paste("systemctl start gardening")
@@ -636,16 +643,16 @@ def restore_later(arguments=""):
 
 def go_back(machine, printed):
     """What the last line of a restore says."""
-    [command] = re.findall(f"\nTo go back: ({RESTORE} '.*/before-.*Z/.*')\n\\Z", printed)
+    [command] = re.findall(f"\nTo go back.*: ({RESTORE} .*/before-.*Z/.*)\n\\Z", printed)
     return machine.paste(f"sleep 1.1; {command}")
 
 
 def files(machine, folder="/var/lib/gardening"):
     """What is beside the database, but for SQLite's own."""
-    return machine.paste(f"cd '{folder}' && find . ! -name '*.db-*' | sort")
+    return machine.paste(f"cd {shlex.quote(str(folder))} && find . ! -name '*.db-*' | sort")
 
 
-@pytest.fixture(params=["/var/lib/gardening", "a mount", "/var/my garden/garden.db"])
+@pytest.fixture(params=["/var/lib/gardening", "a mount", "/var/my garden/-g.db"])
 def place(machine, saved_settings, request):
     """Where the database lies: its folder."""
     if request.param == "a mount":
@@ -671,13 +678,15 @@ def test_newest_dated_backup_is_restored_and_the_restore_undone(
     counts = re.findall(r"(?m)^(\w+).*: accounts \d+, Projects (\d+), tokens \d+\.$", printed)
     assert counts == [("Until", "2"), ("Restored", "1")]
     assert names(machine, empty_account) == ["kept"]
-    owners = machine.paste(f"cd '{place}' && stat --format='%U %a' *.db before-*Z before-*Z/*")
+    owners = machine.paste(
+        f"cd {shlex.quote(str(place))} && stat --format='%U %a' ./*.db before-*Z before-*Z/*"
+    )
     assert {*owners.splitlines()} == {"gardening 600", "gardening 700"}
     printed = go_back(machine, printed)
     assert names(machine, empty_account) == ["kept", "lost"]
     go_back(machine, printed)
     assert names(machine, empty_account) == ["kept"]
-    assert "restore.partial" not in files(machine, place)
+    assert "/new" not in files(machine, place)
 
 
 @pytest.fixture
@@ -693,36 +702,45 @@ def small_disk(machine):
 
 NEWEST = f"{BACKUPS}/2020-01-01T000000Z.db"
 FOREIGN = f"import sqlite3; sqlite3.connect('{NEWEST}').execute('CREATE TABLE a (b)')"
-REFUSED = {  # by what creates it: what is said of it
-    "true": r"no such file: .*/20\*Z\.db",
-    f"mkdir {NEWEST}": "no such file",
-    f"touch {NEWEST}": "file is empty",
-    f"cp /etc/hostname {NEWEST}": "file is not a database",
-    f"gardening backup {BACKUPS}/a.db && head -c 9000 {BACKUPS}/a.db >{NEWEST}": "malformed",
-    f'python3 -c "{FOREIGN}"': "made by another program",
-    f"head -c 3M /dev/zero >{NEWEST}": "No space left on device",
-}
+LARGE = f"""python3 -c "import sqlite3
+with sqlite3.connect('{NEWEST}') as file:
+    keys = [(str(number).zfill(200),) for number in range(9999)]
+    file.executemany('INSERT INTO spent_key VALUES (1, ?, 1)', keys)" """
+REFUSED = [  # what is there, the FILE that is given, and what is said of it
+    ("true", "", f"no such file: {BACKUPS}/20*Z.db"),
+    (f"mkdir {NEWEST}", "", f"no such file: {NEWEST}"),
+    (f"touch {NEWEST}", "", f"{NEWEST}: the file is empty"),
+    (f"cp /etc/hostname {NEWEST}", "", f"{NEWEST}: file is not a database"),
+    ("cp /etc/hostname /root/-a.db", "./-a.db", "/root/-a.db: file is not a database"),
+    (f"gardening backup {BACKUPS}/a.db && head -c 9000 {BACKUPS}/a.db >{NEWEST}", "", "malformed"),
+    (f'python3 -c "{FOREIGN}"', "", f"{NEWEST}: the backup was made by another program"),
+    (f"gardening backup {NEWEST} && {LARGE}", "", "No space left"),
+    ("head -c 3M /dev/zero >/root/a.db", "a.db", "No space left on device"),
+    ("touch a.db b.db", "a.db b.db", "more than one file was given"),
+]
 
 
-@pytest.mark.parametrize("creation, words", REFUSED.items())
+@pytest.mark.parametrize("creation, given, words", REFUSED)
 def test_refused_restore_stops_nothing_and_leaves_nothing(
-    machine, small_disk, no_backups, empty_account, creation, words
+    machine, small_disk, no_backups, empty_account, creation, given, words
 ):
     add_project(machine, empty_account, "Park")
     process, before = main_pid(machine), files(machine)
-    machine.paste(creation)
+    machine.paste(f"cd && rm -f ./*.db && {creation} && chown -hR gardening {BACKUPS}")
     temporary = "stat --format=%y /tmp /var/tmp"  # the first of which may be memory
     unchanged = machine.paste(temporary)
-    printed = machine.paste(RESTORE, status=1).splitlines()
+    *printed, last = machine.paste(f"cd; {RESTORE} {given}", status=1).splitlines()
     assert machine.paste(temporary) == unchanged
-    assert re.search(words, printed[-1]) and len(printed) <= 2  # Restoring …
+    assert last.startswith("Not restored: ") and words in last
+    assert not last.endswith("/from/backup.db")
+    assert len(printed) <= 1  # Restoring …
     assert (main_pid(machine), files(machine)) == (process, before)
     assert names(machine, empty_account) == ["Park"]
 
 
-def test_restore_of_two_files_is_refused(machine):
-    printed = machine.paste(f"cd && touch a.db b.db && {RESTORE} a.db b.db", status=1)
-    assert printed == "Not restored: more than one file was given\n"
+def test_restore_without_settings_says_so(machine, saved_settings):
+    printed = machine.paste(f"rm /etc/gardening.env; {RESTORE}", status=1)
+    assert printed == "Not restored: the settings are missing: /etc/gardening.env\n"
 
 
 # What is not yet in the database file itself when its process ends.
@@ -743,18 +761,24 @@ time.sleep({LIMIT})
 """
 
 
-def test_database_and_file_of_root_have_their_wal(machine, no_backups, empty_account):
+@pytest.fixture
+def held(machine, empty_account):
+    """A program that reads the database, and so keeps its -wal, until the test ends."""
+    machine.paste("cat > /run/holding.py", input=HOLDING)
+    hold = "python3 /run/holding.py >/run/held 2>&1 & until [ -s /run/held ]; do sleep 0.1; done"
+    machine.paste(f"rm -f /run/held; {hold}; echo $! >/run/pid")
+    yield
+    machine.paste("kill -KILL $(cat /run/pid)")
+
+
+def test_database_and_file_of_root_have_their_wal(machine, no_backups, empty_account, held):
     add_project(machine, empty_account, "Park")
     machine.paste("systemctl start gardening-backup")
     machine.paste(f"cd && mv {BACKUPS}/20* 'old one.db' && chown root old*")
     machine.paste("cd && python3 -", input=IN_THE_WAL)
-    machine.paste("cat > /run/holding.py", input=HOLDING)
-    hold = "python3 /run/holding.py >/run/held 2>&1 & until [ -s /run/held ]; do sleep 0.1; done"
-    machine.paste(f"{hold}; echo $! >/run/pid")
     add_project(machine, empty_account, "Wood")
     printed = machine.paste(restore_later("'old one.db'"))
     assert names(machine, empty_account) == ["in the -wal"]
-    machine.paste("kill -KILL $(cat /run/pid); rm /run/held")
     go_back(machine, printed)
     assert names(machine, empty_account) == ["Park", "Wood"]
 
@@ -765,34 +789,68 @@ def test_of_two_restores_at_once_one_is_refused(machine, no_backups, empty_accou
     assert printed.count("Restored: ") == printed.count("another restore is running") == 1
 
 
-# Ends the script that calls a program with this word in its arguments, once that has ended.
-KILLING = """#!/bin/sh
-PATH=${PATH#*:} ${0##*/} "$@"
-case "$*" in *WORD*) kill -KILL $PPID ;; esac
+# Does something at the first call of a program that has these words in its arguments.
+MEDDLING = """#!/bin/sh
+PATH=${PATH#*:}
+case "$*" in *WORDS*) [ -e /run/meddled ] || { touch /run/meddled; ACTION; } ;; esac
+exec ${0##*/} "$@"
 """
+KILL = 'env -i ${0##*/} "$@"; kill -KILL 0'  # with all its group, after the call
 
 
-@pytest.mark.parametrize("word", ["mkdir", "tee", "python", "stop", "mv"])
-def test_restore_that_was_killed_is_done_again(machine, no_backups, empty_account, word):
-    """Killed after this command: `mv` leaves no database in its place."""
+def meddle(machine, words, action):
+    """The PATH of a restore that is meddled with."""
+    install = "rm -f /run/meddled; mkdir -p /run/meddling && cd /run/meddling"
+    script = replaced(MEDDLING, {"WORDS": f'"{words}"', "ACTION": action})
+    machine.paste(f"{install} && tee env >systemctl && chmod +x *", input=script)
+    return f"/run/meddling:{ENVIRONMENT['PATH']}"
+
+
+MOVED = "mv -- gardening.db "  # to another folder
+PUT = "/new/gardening.db ."
+
+
+@pytest.mark.parametrize("words", ["mkdir", "-Pm app", "stop", MOVED, "-wal", PUT, "restart"])
+def test_restore_that_was_killed_is_done_again(machine, no_backups, empty_account, held, words):
     add_project(machine, empty_account, "Park")
     machine.paste("systemctl start gardening-backup")
     add_project(machine, empty_account, "Wood")
-    install = "cd /run && mkdir -p killing && cd killing && tee setpriv >systemctl && chmod +x *"
-    machine.paste(install, input=replaced(KILLING, {"WORD": word}))
-    path = f"/run/killing:{ENVIRONMENT['PATH']}"
-    printed = machine.paste(f"{restore_later()} || exit $?", status=137, PATH=path)
-    if word not in ("stop", "mv"):
+    path = meddle(machine, words, KILL)
+    of_its_own_group = restore_later().replace("/opt", "setsid --wait /opt")
+    machine.paste(f"{of_its_own_group} || exit $?", status=137, PATH=path)
+    if words in ("mkdir", "-Pm app"):
         assert names(machine, empty_account) == ["Park", "Wood"]
-    again = machine.paste(restore_later())
-    assert "Restored: " in again
+    printed = machine.paste(restore_later())
+    assert "Restored: " in printed and "/new" not in files(machine)
     assert names(machine, empty_account) == ["Park"]
-    assert "restore.partial" not in files(machine)
-    assert ("To go back: " in again) == (word != "mv")
-    if word == "mv":
-        [old] = re.findall("The old file moves to (.*?),", printed)
-        machine.paste(restore_later(f"{old}/gardening.db"))
-        assert names(machine, empty_account) == ["Park", "Wood"]
+    go_back(machine, printed)
+    assert names(machine, empty_account) == ["Park", "Wood"]
+
+
+@pytest.mark.parametrize("words", ["stop", MOVED, PUT])
+def test_restore_that_fails_in_the_swap_is_undone(machine, no_backups, empty_account, words):
+    add_project(machine, empty_account, "Park")
+    machine.paste("systemctl start gardening-backup")
+    add_project(machine, empty_account, "Wood")
+    before = files(machine)
+    path = meddle(machine, words, "echo broken; exit 1")
+    printed = machine.paste(restore_later(), status=1, PATH=path)
+    assert "\nNot restored: " in printed and "Restored: " not in printed
+    assert files(machine) == before
+    assert names(machine, empty_account) == ["Park", "Wood"]
+
+
+def test_service_that_somebody_starts_in_the_swap_serves_the_new_file(
+    machine, no_backups, empty_account
+):
+    add_project(machine, empty_account, "Park")
+    machine.paste("systemctl start gardening-backup")
+    add_project(machine, empty_account, "Wood")
+    start = "systemctl start gardening; /opt/gardening/deploy/health"  # opens the old file
+    machine.paste(restore_later(), PATH=meddle(machine, MOVED, start))
+    for _ in range(10):  # by any of its processes
+        assert names(machine, empty_account) == ["Park"]
+    add_project(machine, empty_account, "Meadow")
 
 
 LOSE = "sleep 60) 2>/dev/null | script --quiet /dev/null >/dev/null & sleep $0; kill -KILL $!"
@@ -810,7 +868,7 @@ def test_restore_that_loses_its_terminal_is_done_or_undone(
     typed = f"(echo {RESTORE}; {end.replace('$0', str(seconds))}"
     machine.paste(f"sleep 1.1; {typed}; flock --wait 60 /var/lib/gardening true")
     assert names(machine, empty_account) in (["Park"], ["Park", "Wood"])
-    assert "restore.partial" not in files(machine)
+    assert "/new" not in files(machine)
 
 
 def test_newest_14_backups_are_kept_and_all_of_them_after_a_failure(machine, no_backups):
