@@ -652,7 +652,7 @@ def files(machine, folder="/var/lib/gardening"):
     return machine.paste(f"cd {shlex.quote(str(folder))} && find . ! -name '*.db-*' | sort")
 
 
-@pytest.fixture(params=["/var/lib/gardening", "a mount", "/var/my garden/-g.db"])
+@pytest.fixture(params=["/var/lib/gardening", "a mount", r"/var/it's my\garden/-g.db"])
 def place(machine, saved_settings, request):
     """Where the database lies: its folder."""
     if request.param == "a mount":
@@ -714,9 +714,14 @@ REFUSED = [  # what is there, the FILE that is given, and what is said of it
     ("cp /etc/hostname /root/-a.db", "./-a.db", "/root/-a.db: file is not a database"),
     (f"gardening backup {BACKUPS}/a.db && head -c 9000 {BACKUPS}/a.db >{NEWEST}", "", "malformed"),
     (f'python3 -c "{FOREIGN}"', "", f"{NEWEST}: the backup was made by another program"),
-    (f"gardening backup {NEWEST} && {LARGE}", "", "No space left"),
+    (f"gardening backup {NEWEST} && {LARGE}", "", "no space left in "),
     ("head -c 3M /dev/zero >/root/a.db", "a.db", "No space left on device"),
     ("touch a.db b.db", "a.db b.db", "more than one file was given"),
+    ("touch $'a\\nb.db'", "$'a\\nb.db'", "a control character in the path /root/a?b.db"),
+    # Only root can read these.
+    (f"ln -s /etc/shadow {NEWEST}", "", f"the user gardening cannot read {NEWEST}"),
+    (f"ln -s {NEWEST} /root/a.db && ln -s /etc/shadow {NEWEST}", "a.db", "cannot read /root/a.db"),
+    (f"gardening backup {NEWEST} && ln -s /etc/shadow {NEWEST}-wal", "", "unable to open"),
 ]
 
 
@@ -738,9 +743,23 @@ def test_refused_restore_stops_nothing_and_leaves_nothing(
     assert names(machine, empty_account) == ["Park"]
 
 
-def test_restore_without_settings_says_so(machine, saved_settings):
-    printed = machine.paste(f"rm /etc/gardening.env; {RESTORE}", status=1)
-    assert printed == "Not restored: the settings are missing: /etc/gardening.env\n"
+SETTING_REFUSED = {
+    "rm /etc/gardening.env": "the settings are missing: /etc/gardening.env",
+    "ln -s $'/var/a\\nb/c.db' /run/d.db && echo GARDENING_DATABASE=/run/d.db >>/etc/gardening.env": (
+        "a control character in the path /var/a?b/c.db"
+    ),
+    "echo GARDENING_DATABASE=/etc/a.db >>/etc/gardening.env": (
+        "the user gardening cannot write to /etc"
+    ),
+}
+
+
+@pytest.mark.parametrize("change, words", SETTING_REFUSED.items())
+def test_restore_refuses_a_setting(machine, saved_settings, change, words):
+    machine.paste(
+        f"rm -f /run/d.db; mkdir -p $'/var/a\\nb'; systemctl start gardening-backup; {change}"
+    )
+    assert machine.paste(RESTORE, status=1).startswith(f"Not restored: {words}")
 
 
 # What is not yet in the database file itself when its process ends.
@@ -868,6 +887,37 @@ def test_restore_that_loses_its_terminal_is_done_or_undone(
     typed = f"(echo {RESTORE}; {end.replace('$0', str(seconds))}"
     machine.paste(f"sleep 1.1; {typed}; flock --wait 60 /var/lib/gardening true")
     assert names(machine, empty_account) in (["Park"], ["Park", "Wood"])
+    assert "/new" not in files(machine)
+
+
+# What runs as the service's user tells what it could reach of root's, and then takes long.
+REACHING = f"""
+import os, sys, time
+if "restore" in sys.orig_argv:
+    found = [name for name in ("0", "1", "2") if os.isatty(int(name))]
+    found += [name for name in os.environ if name == "OF_ROOT"]
+    try:
+        found += [os.open("/dev/tty", os.O_RDWR)]
+    except OSError:
+        pass
+    print(found, file=open("/var/tmp/reached", "w"), flush=True)
+    time.sleep({10 * LIMIT})
+"""
+
+
+def test_restore_keeps_what_is_of_root_and_ends_with_ctrl_c(machine, no_backups):
+    machine.paste("systemctl start gardening-backup; rm -f /var/tmp/reached")
+    module = "/opt/gardening/sitecustomize.py"
+    machine.paste(f"umask 022; cat >{module}", input=REACHING)
+    wait = "until [ -s /var/tmp/reached ]; do sleep 0.1; done"
+    terminal = f"timeout {LIMIT} script --quiet /dev/null"
+    typed = f"(echo {RESTORE}; {wait}; printf '\\3'; echo exit) | {terminal}"
+    try:
+        printed = machine.paste(f"{typed} && cat /var/tmp/reached", OF_ROOT="secret")
+    finally:
+        machine.paste(f"rm {module}")
+    assert "Not restored: interrupted" in printed
+    assert printed.endswith("[]\n")
     assert "/new" not in files(machine)
 
 
