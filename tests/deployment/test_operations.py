@@ -745,7 +745,7 @@ def test_refused_restore_stops_nothing_and_leaves_nothing(
 
 SETTING_REFUSED = {
     "rm /etc/gardening.env": "the settings are missing: /etc/gardening.env",
-    "ln -s $'/var/a\\nb/c.db' /run/d.db && echo GARDENING_DATABASE=/run/d.db >>/etc/gardening.env": (
+    "ln -s $'/var/a\\nb/c.db' /run/d && echo GARDENING_DATABASE=/run/d >>/etc/gardening.env": (
         "a control character in the path /var/a?b/c.db"
     ),
     "echo GARDENING_DATABASE=/etc/a.db >>/etc/gardening.env": (
@@ -757,7 +757,7 @@ SETTING_REFUSED = {
 @pytest.mark.parametrize("change, words", SETTING_REFUSED.items())
 def test_restore_refuses_a_setting(machine, saved_settings, change, words):
     machine.paste(
-        f"rm -f /run/d.db; mkdir -p $'/var/a\\nb'; systemctl start gardening-backup; {change}"
+        f"rm -f /run/d; mkdir -p $'/var/a\\nb'; systemctl start gardening-backup; {change}"
     )
     assert machine.paste(RESTORE, status=1).startswith(f"Not restored: {words}")
 
