@@ -1145,7 +1145,8 @@ def test_projects_move_to_postgresql_and_back(machine, empty_account, saved_sett
 
     add_project(machine, empty_account, "Park")
     kept = curl(machine, PROJECTS, token=empty_account)
-    machine.paste(backup)
+    machine.paste(f"touch {BACKUPS}/2098-01-01T030000Z.db")  # the clock was wrong once
+    paste_twice(machine, backup)
     machine.paste("sed -i /^GARDENING_DATABASE=/d /etc/gardening.env")
     machine.paste("cat >> /etc/gardening.env", input=settings)
     machine.paste(restore)
@@ -1159,7 +1160,7 @@ def test_projects_move_to_postgresql_and_back(machine, empty_account, saved_sett
     machine.paste("systemctl restart gardening", status=1)
     empty, back = blocks(POSTGRESQL, "Restore")
     machine.paste(f"systemctl stop gardening && {empty}")
-    machine.paste(f"cd {BACKUPS} && head -c 9000 20*.db | install -o gardening /dev/stdin a.db")
+    machine.paste(f"cd {BACKUPS} && head -c 9000 move.db | install -o gardening /dev/stdin a.db")
     machine.paste(f"gardening restore {BACKUPS}/a.db", status=1)
     machine.paste(back)
     machine.paste("systemctl restart gardening", status=1)  # the newer one is there again
@@ -1173,7 +1174,7 @@ def test_projects_move_to_postgresql_and_back(machine, empty_account, saved_sett
     machine.paste(backup)
     machine.paste(f"cp {saved_settings} /etc/gardening.env")
     machine.paste(f"pg_ctlcluster {version} main stop")
-    machine.paste(restore_later())
+    machine.paste(restore_later(f"{BACKUPS}/move.db"))
     assert curl(machine, PROJECTS, token=empty_account) == kept
 
 
