@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from string import punctuation
 from typing import Any
@@ -53,11 +54,13 @@ accesslog = "-"
 access_log_format = (
     '"%(caller)s" "%(method)s %(path)s" %(status)s %(bytes)s %(microseconds)s %(request_id)s'
 )
-output = os.fstat(1)
-if os.environ.get("JOURNAL_STREAM") != f"{output.st_dev}:{output.st_ino}":  # systemd.exec(5)
-    access_log_format = f"%(time)s {access_log_format}"
+with suppress(OSError):  # standard output may be closed
+    output = os.fstat(1)
+    # Unless journald takes it, and adds the time (systemd.exec(5)).
+    if os.environ.get("JOURNAL_STREAM") != f"{output.st_dev}:{output.st_ino}":
+        access_log_format = f"%(time)s {access_log_format}"
 logging.Formatter.converter = time.gmtime  # UTC in the lines of gunicorn and Flask
-LONGEST = 200  # characters of what a client chooses, in a line of the log
+MAX_LOGGED = 200  # characters of what a client chooses, in a line of the log
 
 
 class Log(Statsd):  # which sends metrics if statsd_host is set
@@ -85,7 +88,7 @@ class Log(Statsd):  # which sends metrics if statsd_host is set
 
 def cut(text: str) -> str:
     """Its start, so that no client can fill the disk with lines of 8 KB."""
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+    return text if len(text) <= MAX_LOGGED else f"{text[:MAX_LOGGED]}..."
 
 
 logger_class = Log

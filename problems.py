@@ -18,7 +18,9 @@ from engines.errors import OutcomeUnknown, Unavailable
 from store import AccountFull, KeyReused, KeySpent, NotFound, Stale
 
 RETRY_AFTER = 5  # seconds; deploy/nginx.conf says the same
-LONGEST = 200  # characters of what a client chooses, in a line of the log
+# Characters of what a client chooses, in a line of the log. gunicorn.conf.py has the same: if it
+# imported this module, a reload would not load it anew.
+MAX_LOGGED = 200
 RETRY = {"Retry-After": str(RETRY_AFTER)}
 # The phrases of RFC 9110, for Pythons that still have older ones.
 TITLES = {413: "Content Too Large", 422: "Unprocessable Content"}
@@ -126,7 +128,7 @@ def current_request() -> str:
 
 def shown(text: str) -> str:
     """The text in printable ASCII without a space, cut as in gunicorn.conf.py."""
-    start = text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+    start = text if len(text) <= MAX_LOGGED else f"{text[:MAX_LOGGED]}..."
     return quote(start, punctuation, "latin-1", "replace")
 
 

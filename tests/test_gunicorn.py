@@ -238,6 +238,10 @@ def test_line_has_no_time_where_journald_adds_one(environment, token, tmp_path, 
     assert re.match(f'{start}"-" "GET', (tmp_path / "log").read_text())
 
 
+def test_standard_output_may_be_closed(environment):
+    run("sh", "-c", 'exec "$0" --check-config >&-', BIN / "gunicorn", environment=environment)
+
+
 LONG = "x" * 195  # behind five characters, the longest that is shown
 
 
