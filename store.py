@@ -69,10 +69,10 @@ class Page(NamedTuple):
 
 
 class KeyUse(NamedTuple):
-    """The Project that was created with a key."""
+    """The Project that a key has created. Both are None once it is deleted."""
 
-    id: str | None  # None: it was deleted
-    fingerprint: bytes | None  # of its fields at the creation; None: it was deleted
+    id: str | None
+    fingerprint: bytes | None  # of its fields at the creation
 
 
 class Caller(NamedTuple):
@@ -143,22 +143,23 @@ class Store:
             "limit": self._max_projects,
         }
         with self.engine.writer(in_transaction=key is not None) as connection:
-            earlier = None
+            use = None
             if key is not None:
                 connection.lock_account(account)  # so that nobody else uses the key meanwhile
-                earlier = find_key(connection, account, key)
-            if earlier is None:
+                use = find_key(connection, account, key)
+            if use is None:
                 rows = connection.create(parameters)
             else:
-                rows = connection.fetch(connection.GET, {"account": account, "id": earlier.id})
+                rows = connection.fetch(connection.GET, {"account": account, "id": use.id})
         # Only now, since an exception within the block would close the connection.
-        if earlier and earlier.id is None:
-            raise KeySpent
-        if earlier and earlier.fingerprint != fingerprint:
-            raise KeyReused
-        if not rows:
+        if use is None and not rows:
             raise AccountFull(self._max_projects)
-        return Project(*rows[0])
+        if use and use.id is None:
+            raise KeySpent
+        if use and use.fingerprint != fingerprint:
+            raise KeyReused
+        [project] = rows
+        return Project(*project)
 
     def get_project(self, account: str, id: str) -> Project:
         """Raises NotFound."""

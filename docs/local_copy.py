@@ -13,7 +13,7 @@ import requests
 
 Object = dict[str, Any]  # of JSON: a Project, some of its fields, or a problem document
 Answer = tuple[int | str, Object]  # the status or type that decides; the Project or the problem
-SETTABLE = ("name", "postal_code", "location")  # add what you set of a later release
+SETTABLE = ("name", "postal_code", "location")  # and what you set of a later release
 READ_ONLY = {"id": str, "created_at": int, "updated_at": int, "version": int}
 moment = itemgetter("updated_at", "version")  # of a Project: a restore may lower its version
 NO_PROJECT = "urn:gardening:no-such-project"
@@ -66,7 +66,8 @@ class LocalCopy:
     def save(self, **changed: Any) -> None:
         """Write all to the file, with these members changed, and only then change them here.
 
-        A kill leaves the file as it was before or after. An OSError leaves all as it was.
+        A kill leaves the file as it was before or after, and so does a power failure, which may
+        undo the last seconds. An OSError leaves all as it was.
         """
         members = ("url", "etag", "projects", "changes", "ids", "conflicts")
         text = json.dumps({name: getattr(self, name) for name in members} | changed)
@@ -219,7 +220,8 @@ class LocalCopy:
         if status == SUCCESS[method] and (method == "DELETE" or is_project(found, shown)):
             return status, found or {}
         is_problem = media_type.startswith("application/problem+json") and isinstance(found, dict)
-        for verdict in (found.get("type"), status) if is_problem else ():
+        verdicts = (found.get("type"), status) if is_problem else ()
+        for verdict in verdicts:
             if verdict in REFUSED:
                 return verdict, found
         raise requests.HTTPError(f"{response} decides nothing", response=response)

@@ -93,7 +93,7 @@ def restore(engine: Engine, path: str) -> Restored:
             # First, so that a file that is no backup creates nothing.
             copy_file(path, f"{folder}/copy")
             with closing(SQLite(f"{folder}/copy")) as source:  # its first use migrates it
-                require_printable(source)
+                require_valid_names(source)
                 if file := engine.file.path_to_create():
                     create_folder_of(file)
                     # An interrupted restore must not leave an empty database: the service would
@@ -196,7 +196,7 @@ def copy_file(path: str, to: str) -> None:
             copy.execute(f'DROP {kind} IF EXISTS "{name}"')  # a view takes its triggers along
 
 
-def require_printable(source: Engine) -> None:
+def require_valid_names(source: Engine) -> None:
     """Raises BadBackup for the name of an account, or a note, that `token create` would refuse."""
     with source.snapshot() as reader:
         for select, check in ((NAMES, account_name), (NOTES, check_note)):

@@ -30,8 +30,8 @@ DEFAULTS: dict[str, Any] = {  # what the parameters of a URL override
     "keepalives_idle": 60,  # seconds
     "keepalives_interval": 10,  # seconds
 }
-# Prefixes of SQLSTATEs. A statement that fails with one has changed nothing. `translate_error`
-# handles the exceptions first: 40003, and a COMMIT on a cluster.
+# Prefixes of SQLSTATEs. A statement that fails with one has changed nothing, but for 40003 and a
+# COMMIT on a cluster, which `translate_error` handles first.
 OUTAGES = (
     "2200H",  # the IDs of tokens are used up
     "25006",  # the server is a standby
@@ -204,9 +204,9 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
         except psycopg.OperationalError as error:
             if time.monotonic() < self.deadline:
                 raise  # it is no timeout
-            # It is an error in either case. But a server whose long list is still arriving over a
-            # slow network is not silent, so for the breaker it is no timeout. If it still computes,
-            # it has normally ended the statement by then: see STATEMENT_TIMEOUT.
+            # A server whose long list is still arriving over a slow network is not silent, so this
+            # must not open the breaker. (One that still computes has normally ended the statement
+            # by now, after STATEMENT_TIMEOUT.)
             if self._has_input(STILL_ARRIVING):
                 raise psycopg.OperationalError("the response is too long") from error
             raise ServerTimeout("no response before the deadline") from error
@@ -353,7 +353,7 @@ class PostgreSQL(Engine):
             is_silent = time.monotonic() - started >= self._connect_timeout
             raise (ServerTimeout if is_silent else Unavailable)(one_line(error)) from error
         if time.monotonic() - started >= self._connect_timeout:
-            # A host before this one was silent. The next connections should not wait for it, too.
+            # A host before this one was silent, most likely the first: from now on, try it last.
             self._parameters = parameters | first_host_last(parameters)
         connection.start_deadline()
         try:
