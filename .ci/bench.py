@@ -11,13 +11,12 @@ import os
 import re
 import tempfile
 from collections import defaultdict
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from statistics import median
 
 from helpers import running
-from helpers.running import PROJECTS, gunicorn, store_on
+from helpers.running import PROJECTS, closing_store, gunicorn
 
 ROUNDS = 10  # of a second for each kind of request
 WORKERS = f"--workers={2 * len(os.sched_getaffinity(0))}"  # as gunicorn.conf.py has it
@@ -39,7 +38,7 @@ end
 def fill(database, account, count):
     """A token of an account with so many Projects, and their addresses."""
     fields = {"name": "Park", "postal_code": "94117", "location": running.POINT}
-    with closing(store_on(database)) as store:
+    with closing_store(database) as store:
         store.engine.open_database(creates=True)
         ids = [store.create_project(account, fields).id for _ in range(count)]
     return running.token_on(database, account), [f"{PROJECTS}/{id}" for id in ids]
