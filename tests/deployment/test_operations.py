@@ -706,6 +706,7 @@ LARGE = f"""python3 -c "import sqlite3
 with sqlite3.connect('{NEWEST}') as file:
     keys = [(str(number).zfill(200),) for number in range(9999)]
     file.executemany('INSERT INTO spent_key VALUES (1, ?, 1)', keys)" """
+SHARED = "install -d -m 1777 /run/shared"
 REFUSED = [  # what is there, the FILE that is given, and what is said of it
     ("true", "", f"no such file: {BACKUPS}/20*Z.db"),
     (f"mkdir {NEWEST}", "", f"no such file: {NEWEST}"),
@@ -722,6 +723,12 @@ REFUSED = [  # what is there, the FILE that is given, and what is said of it
     (f"ln -s /etc/shadow {NEWEST}", "", f"the user gardening cannot read {NEWEST}"),
     (f"ln -s {NEWEST} /root/a.db && ln -s /etc/shadow {NEWEST}", "a.db", "cannot read /root/a.db"),
     (f"gardening backup {NEWEST} && ln -s /etc/shadow {NEWEST}-wal", "", "unable to open"),
+    # Here others could put a -journal beside it.
+    (
+        f"{SHARED} && install -m 600 /etc/hostname /run/shared/a.db",
+        "/run/shared/a.db",
+        "cannot read",
+    ),
 ]
 
 
@@ -737,7 +744,7 @@ def test_refused_restore_stops_nothing_and_leaves_nothing(
     *printed, last = machine.paste(f"cd; {RESTORE} {given}", status=1).splitlines()
     assert machine.paste(temporary) == unchanged
     assert last.startswith("Not restored: ") and words in last
-    assert not last.endswith("/from/backup.db")
+    assert not last.endswith(".from")
     assert len(printed) <= 1  # Restoring …
     assert (main_pid(machine), files(machine)) == (process, before)
     assert names(machine, empty_account) == ["Park"]
@@ -829,21 +836,43 @@ MOVED = "mv -- gardening.db "  # to another folder
 PUT = "/new/gardening.db ."
 
 
-@pytest.mark.parametrize("words", ["mkdir", "-Pm app", "stop", MOVED, "-wal", PUT, "restart"])
-def test_restore_that_was_killed_is_done_again(machine, no_backups, empty_account, held, words):
+def kill_restore(machine, words):
+    """Kill a restore at its first call that has these words."""
+    of_its_own_group = restore_later().replace("/opt", "setsid --wait /opt")
+    path = meddle(machine, words, KILL)
+    machine.paste(f"{of_its_own_group} || exit $?", status=137, PATH=path)
+
+
+KILLED = ["mkdir"], ["-Pm app"], ["stop"], [MOVED], ["-wal"], [PUT], ["restart"]
+
+
+@pytest.mark.parametrize("moments", [*KILLED, [PUT, "-Pm app"]])
+def test_restore_that_was_killed_is_done_again(machine, no_backups, empty_account, held, moments):
+    """Once, or twice."""
     add_project(machine, empty_account, "Park")
     machine.paste("systemctl start gardening-backup")
     add_project(machine, empty_account, "Wood")
-    path = meddle(machine, words, KILL)
-    of_its_own_group = restore_later().replace("/opt", "setsid --wait /opt")
-    machine.paste(f"{of_its_own_group} || exit $?", status=137, PATH=path)
-    if words in ("mkdir", "-Pm app"):
+    for words in moments:
+        kill_restore(machine, words)
+    if moments in (["mkdir"], ["-Pm app"]):
         assert names(machine, empty_account) == ["Park", "Wood"]
     printed = machine.paste(restore_later())
     assert "Restored: " in printed and "/new" not in files(machine)
     assert names(machine, empty_account) == ["Park"]
     go_back(machine, printed)
     assert names(machine, empty_account) == ["Park", "Wood"]
+
+
+def test_database_of_a_killed_restore_is_put_back_before_it_could_be_restored(
+    machine, no_backups, empty_account
+):
+    machine.paste("systemctl start gardening-backup")
+    add_project(machine, empty_account, "Wood")
+    kill_restore(machine, MOVED)
+    newest = "$(ls before-*/gardening.db | tail -n 1)"
+    refused = machine.paste(f"cd /var/lib/gardening; {RESTORE} {newest}", status=1)
+    assert refused.startswith("Not restored: no such file")
+    assert names(machine, empty_account) == ["Wood"]
 
 
 @pytest.mark.parametrize("words", ["stop", MOVED, PUT])
