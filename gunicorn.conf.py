@@ -19,6 +19,8 @@ UNREAD_LIMIT = 64 * 1024  # bytes; gunicorn drains less than this of an unread b
 
 wsgi_app = "app:create_app()"
 bind = os.environ.get("GARDENING_BIND", "").strip()
+if bind and "LISTEN_FDS" in os.environ:  # see sd_listen_fds(3)
+    sys.exit("Error: GARDENING_BIND has no effect: systemd holds the socket (gardening.socket)")
 # gunicorn has the same default, but fails on an empty PORT, and takes 0 for any free port.
 if not bind:
     port = os.environ.get("PORT", "").strip()
@@ -69,7 +71,6 @@ class Log(Statsd):  # which sends metrics if statsd_host is set
     gunicorn's own atoms hold every header, and Python prints them if it cannot write the line.
     """
 
-    # gunicorn keeps its logger when it reloads, so a change of these names needs a restart.
     def atoms(self, resp: Any, req: Any, environ: Any, request_time: timedelta) -> Any:
         """The values for access_log_format: no token, and no query."""
         # Without a proxy it is the client's, who may send U+0085, a line break to many programs.
@@ -96,7 +97,7 @@ logger_class = Log
 
 def on_starting(server: Arbiter) -> None:
     """Bring the database up to date, or say in one line what is wrong."""
-    # In a process of its own: what the master imported would outlive a reload.
+    # In a process of its own: what the master imported would outlive a reload by SIGHUP.
     command = [sys.executable, "-m", "flask", "--app", "app", "open-db"]
     if subprocess.run(command, check=False).returncode:
         sys.exit(1)

@@ -88,6 +88,13 @@ def test_number_that_would_serve_nobody_is_refused_in_one_line(environment, name
     assert refused.stderr == f"Error: {name} must be a whole number, {allowed}\n"
 
 
+def test_address_that_has_no_effect_is_refused(environment):
+    """Since gunicorn takes a socket of systemd's in its place."""
+    environment |= {"GARDENING_BIND": ":8001", "LISTEN_FDS": "1"}
+    refused = run(BIN / "gunicorn", environment=environment, status=1)
+    assert refused.stderr.startswith("Error: GARDENING_BIND has no effect: ")
+
+
 def test_prefix_does_not_come_from_a_header(environment, token):
     """Whoever is trusted to send one."""
     environment |= {"FORWARDED_ALLOW_IPS": "*"}
