@@ -289,6 +289,45 @@ def test_command_has_the_status_and_the_files_of_its_caller(machine):
     assert "ACCOUNT" in machine.paste("cd && chmod 700 . && gardening token list")
 
 
+# Says in a file which of its streams are a terminal.
+SEEING = """
+import os
+print([os.isatty(stream) for stream in (0, 1, 2)], file=open("/var/tmp/seen", "a"))
+"""
+
+
+def seen_by_the_service(machine, script):
+    """What the script prints in a terminal, and which streams of its programs are a terminal."""
+    module = "/opt/gardening/sitecustomize.py"
+    machine.paste(f"rm -f /var/tmp/seen; umask 022; cat >{module}", input=SEEING)
+    machine.paste("cat >/run/typed", input=script)
+    try:
+        shell = "timeout 60 script --quiet --command 'bash -eu /run/typed' /dev/null </dev/null"
+        return machine.paste(shell), machine.paste("cat /var/tmp/seen").splitlines()
+    finally:
+        machine.paste(f"rm {module}")
+
+
+def test_command_gets_no_terminal_of_root(machine, token_of_ann):
+    """From which it could read what root types next; so either a terminal of its own, or none."""
+    command = "gardening account list"
+    script = f"{command}\n{command} </dev/null\nfound=$({command})\n{command} | cat\n"
+    script += "gardening token revoke 999 2>/dev/null || echo status $?\n"
+    script += "gardening token create seen </dev/null\n"
+    printed, seen = seen_by_the_service(machine, script)
+    assert seen == [str([True] * 3)] + [str([False] * 3)] * 5
+    assert printed.count(" ann\n") == 3 and "status 1" in printed
+    assert re.search("seen is a new account\\.\ngardening_\\S+\n\\Z", printed)
+
+
+def test_argument_of_the_command_is_taken_as_it_is(machine):
+    """systemd would expand a variable in it."""
+    note = "${PATH} $HOME $$"
+    machine.paste(f"gardening token create dollar --note '{note}' 2>/dev/null")
+    assert f" {note}\n" in machine.paste("gardening token list dollar")
+    machine.paste("gardening account delete dollar --yes")
+
+
 def test_command_asks_before_it_deletes(machine):
     machine.paste("gardening token create eve 2>/dev/null")
     printed = machine.paste("gardening account delete eve <<<y")
