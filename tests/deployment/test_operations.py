@@ -253,10 +253,19 @@ def test_service_writes_under_its_restrictions(machine, empty_account):
     assert (folder, set(files)) == ("gardening 700", {"gardening 600"})
 
 
+OTHER_UNIT = "systemd-run --quiet --wait --collect --pipe --unit=gardening-other --uid=gardening"
+
+
 def test_one_unit_does_not_reach_into_the_processes_of_another(machine):
     """By /proc, the service could delete all backups."""
-    run_unit = "systemd-run --quiet --wait --collect --pipe --unit=gardening-other --uid=gardening"
-    machine.paste(f"{run_unit} ls /proc/{main_pid(machine)}/root/", status=2)
+    machine.paste(f"{OTHER_UNIT} ls /proc/{main_pid(machine)}/root/", status=2)
+
+
+def test_unit_cannot_ask_systemd_to_run_another_one(machine):
+    """Which would have no restrictions, and could outlive the service."""
+    machine.paste("systemctl start dbus")
+    machine.paste(f"{OTHER_UNIT} ls /run/dbus/", status=2)
+    assert machine.paste("getent passwd gardening").split(":")[5] == "/nonexistent"
 
 
 def test_command_uses_the_settings_alone(machine, token_of_ann):
