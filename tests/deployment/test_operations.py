@@ -1199,10 +1199,14 @@ chmod -R 755 .
 """
 
 
+DROP = code("runuser --pty -u postgres -- dropdb", POSTGRESQL)
+SET_PASSWORD = code("runuser --pty -u postgres -- psql", POSTGRESQL)
+
+
 def test_program_of_another_user_has_no_terminal_of_root(machine):
     """It could type commands into root's shell, or read what root types."""
     pasted = [each for each in blocks(POSTGRESQL) if "runuser" in each]
-    script = "\n".join(["tty", *pasted, code("runuser", POSTGRESQL)])
+    script = "\n".join(["tty", *pasted, DROP, SET_PASSWORD])
     machine.paste(f"{POSTGRES} cat >/run/pasted", input=script)
     shell = "timeout 60 script --quiet --command 'bash -eu /run/pasted' /dev/null"
     printed = machine.paste(shell, PATH=f"/run/pg:{ENVIRONMENT['PATH']}")
@@ -1212,33 +1216,35 @@ def test_program_of_another_user_has_no_terminal_of_root(machine):
 
 
 PASSWORD = r"se:cr\et"
+ADDRESS = "postgresql://gardening@localhost/gardening"  # for which it takes a password
 
 
 def test_projects_move_to_postgresql_and_back(machine, empty_account, saved_settings):
-    create_database, store_password = blocks(POSTGRESQL, "Set up")
+    create_database, install_driver, store_password = blocks(POSTGRESQL, "Set up")
     backup, restore = blocks(POSTGRESQL, "Move from a file, and back")
     escaped = re.sub(r"[:\\]", r"\\\g<0>", PASSWORD)  # as the page has it
     version = CLUSTER.parent.name
     machine.paste(f"pg_dropcluster --stop {version} main 2>/dev/null; systemctl start dbus")
     machine.paste(f"pg_createcluster {version} main --start")
+    machine.paste(create_database)
+    paste_twice(machine, install_driver)
     typed = f"while echo '{PASSWORD}' && sleep 0.1; do :; done"  # what comes too early is lost
-    machine.paste(f"{typed} 2>/dev/null | {{ {create_database} }}")
+    machine.paste(f"{typed} 2>/dev/null | {SET_PASSWORD}")
     machine.paste(store_password, input=f"*:5432:gardening:gardening:{escaped}\n")
     machine.paste(store_password)  # again, which keeps the password
     owner = "stat --format='%U %a' /etc/gardening.pgpass"
     assert machine.paste(owner) == "gardening 600\n"
-    [settings] = blocks(POSTGRESQL, "Set up", "ini")
-    [on_this_machine] = re.findall(
-        r"`(postgresql://gardening@\S+)`", (ROOT / POSTGRESQL).read_text()
-    )
-    settings = re.sub("postgresql://.*", on_this_machine, settings)
+    psql = f"psql {ADDRESS} --no-password -c 'SELECT 1'"
+    machine.paste(f"cd / && runuser -u gardening -- env PGPASSFILE=/etc/gardening.pgpass {psql}")
+    on_this_machine, elsewhere = blocks(POSTGRESQL, "Set up", "ini")
+    assert "PGPASSFILE=/etc/gardening.pgpass\n" in elsewhere
 
     add_project(machine, empty_account, "Park")
     kept = curl(machine, PROJECTS, token=empty_account)
     machine.paste(f"touch {BACKUPS}/2098-01-01T030000Z.db")  # the clock was wrong once
     paste_twice(machine, backup)
     machine.paste("sed -i /^GARDENING_DATABASE=/d /etc/gardening.env")
-    machine.paste("cat >> /etc/gardening.env", input=settings)
+    machine.paste("cat >> /etc/gardening.env", input=on_this_machine)
     machine.paste(restore)
     machine.paste(restore, status=1)
     assert curl(machine, PROJECTS, token=empty_account) == kept
@@ -1256,7 +1262,7 @@ def test_projects_move_to_postgresql_and_back(machine, empty_account, saved_sett
     machine.paste("systemctl restart gardening", status=1)  # the newer one is there again
     machine.paste(f"systemctl stop gardening; {empty}")
     machine.paste(restore)
-    machine.paste(code("runuser", POSTGRESQL))
+    machine.paste(DROP)
     assert curl(machine, PROJECTS, token=empty_account) == kept
     add_project(machine, empty_account, "on PostgreSQL")
     kept = curl(machine, PROJECTS, token=empty_account)
