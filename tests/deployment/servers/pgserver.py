@@ -45,13 +45,15 @@ ACCESS = {"PGPASSFILE": PASSWORD_FILE.name, "PGREQUIREAUTH": "scram-sha-256"}
 os.environ.update(ACCESS)
 # Nothing else of the tests' own environment, such as PGHOST.
 OPTIONS: dict[str, Any] = {"cwd": "/", "env": {"LC_ALL": "C"} | ACCESS}
-# What goes before a command. PostgreSQL refuses to run as root; with this capability, nobody still
-# reaches a wheel or a Python below a folder that only root can enter.
+# What goes before a command. PostgreSQL refuses to run as root. With a capability, its user reads
+# a wheel or a Python below a folder that only root can enter, and the file with the password.
 AS_SERVER: list[str] = []
 if os.geteuid() == 0:
-    group = pwd.getpwnam("nobody").pw_gid
-    AS_SERVER += ["setpriv", "--reuid=nobody", f"--regid={group}", "--clear-groups"]
-    AS_SERVER += ["--inh-caps=+dac_override", "--ambient-caps=+dac_override"]
+    users = {user.pw_name: user for user in pwd.getpwall()}
+    # Debian's, since any process of nobody could change the files of a server of nobody's.
+    USER = users.get("postgres") or users["nobody"]
+    AS_SERVER += ["setpriv", f"--reuid={USER.pw_uid}", f"--regid={USER.pw_gid}", "--clear-groups"]
+    AS_SERVER += ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
     AS_SERVER += ["--securebits=+no_setuid_fixup"]  # or access(2) would disregard it
 # Clears up once the tests let go of its input, even by kill -9.
 KEEPER = """read _
@@ -159,7 +161,7 @@ def empty_pgserver(binaries: Path) -> Iterator[PgServer]:
     with tempfile.TemporaryDirectory(prefix="postgresql-", dir=MEMORY) as name:
         folder = Path(name).resolve()
         if AS_SERVER:
-            shutil.chown(folder, "nobody")
+            shutil.chown(folder, USER.pw_uid)
         keeper = subprocess.Popen(
             [*AS_SERVER, "sh", "-c", KEEPER, str(binaries / "pg_ctl"), str(folder)],
             **OPTIONS,
