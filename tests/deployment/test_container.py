@@ -102,7 +102,7 @@ def test_compose_file_confines_the_service_and_fits_the_image():
     assert service["read_only"] and service["tmpfs"] == ["/tmp"]
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
-    [volume] = service["volumes"]
+    volume, _ = service["volumes"]
     assert (volume["type"], volume["target"]) == ("volume", "/data")
     assert " GARDENING_DATABASE=/data/gardening.db     TMPDIR=/data " in DOCKERFILE
     [port] = service["ports"]
@@ -250,8 +250,9 @@ def test_password_of_postgresql_is_in_no_environment(tmp_path):
     printed = run(COMPOSE, "--file", tmp_path / "compose.yaml", "config", "--format=json").stdout
     service = json.loads(printed)["services"]["gardening"]
     assert service["environment"] == {
-        "GARDENING_DATABASE": "postgresql://gardening@db1.example.org/gardening",
+        "GARDENING_DATABASE": "postgresql://gardening@db1.example.org/gardening"
+        "?sslmode=verify-full&sslrootcert=/etc/ssl/certs/db.pem",
         "PGPASSFILE": "/etc/gardening.pgpass",
     }
-    [volume] = service["volumes"]
+    volume, _ = service["volumes"]
     assert (volume["type"], volume["target"]) == ("bind", "/etc/gardening.pgpass")
