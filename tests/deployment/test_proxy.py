@@ -126,20 +126,6 @@ def test_slow_uploads_hold_up_nobody(proxy, account, lines):
         assert time.monotonic() - started < 5
 
 
-def test_clients_that_do_not_close_hold_up_nobody(proxy):
-    """gunicorn alone waits 2 s for each of them, and all others with it."""
-    request = f"GET /health HTTP/1.1\r\nHost: {HOST}\r\nConnection: close\r\n\r\n"
-    started = time.monotonic()
-    with ExitStack() as clients:
-        for _ in range(4):
-            client = clients.enter_context(TLSClient(proxy.port, "x"))
-            client.connect()
-            client.sock.sendall(request.encode())
-            while client.sock.recv(4096):
-                pass
-    assert time.monotonic() - started < 3
-
-
 def test_http_leads_to_https(proxy):
     with Client(proxy.plain_port, "x") as client:
         client.request("POST", PROJECTS + "?page=1", "{}", {"Host": HOST})
@@ -150,12 +136,6 @@ def test_http_leads_to_https(proxy):
         # A page of a cache must not lead to whatever host somebody names.
         redirect = client.fetch("GET", "/health", Host="other.example.org")
         assert redirect[1]["Location"] == f"https://{HOST}/health"
-
-
-def test_long_path_reaches_the_service(tls_client):
-    path = PROJECTS.ljust(8_177, "x")  # the request line has 8,190 bytes
-    content = tls_client.fetch("GET", "/x")[2]
-    assert tls_client.fetch("GET", path)[::2] == (404, content)
 
 
 class Silent(socketserver.StreamRequestHandler):
@@ -273,34 +253,8 @@ def test_long_list_is_compressed_and_its_etag_known(tls_client, projects):
         assert tls_client.fetch("GET", path, **known)[0] == 304
 
 
-@pytest.mark.parametrize("encoding", ["gzip", "br, gzip;q=0.5, *"])
-def test_etag_of_a_project_matches_whatever_is_compressed(service, account, tmp_path, encoding):
-    changes = {"gzip_min_length 4096": "gzip_min_length 0"}  # no Project is that long
-    accepted = {"Accept_Encoding": encoding}
-    with (
-        nginx.proxy(tmp_path, service.port, changes) as proxy,
-        TLSClient(proxy.port, account) as client,
-    ):
-        _, project = client.call("POST", PROJECTS, {"name": "x" * 255})
-        project_url = f"{PROJECTS}/{project['id']}"
-        status, headers, content = client.fetch("GET", project_url, **accepted)
-        assert "Content-Encoding" not in headers
-        assert (status, json.loads(content)) == (200, project)
-        known = accepted | {"If_None_Match": headers["ETag"]}
-        assert client.fetch("GET", project_url, **known)[0] == 304
-        strong = {"If_Match": headers["ETag"], "Content_Type": "application/json"}
-        assert client.fetch("PUT", project_url, "{}", **accepted, **strong)[0] == 200
-        assert client.fetch("DELETE", project_url, **accepted, **strong)[0] == 412
-
-
-def test_short_list_is_not_compressed(tls_client):
-    tls_client.call("POST", PROJECTS, {"name": "x" * 255})
-    _, headers, _ = tls_client.fetch("GET", PROJECTS, Accept_Encoding="gzip")
-    assert "Content-Encoding" not in headers
-
-
 def test_only_lists_and_what_the_page_loads_are_compressed(tmp_path):
-    """Whatever else has their names in its path."""
+    """Whatever else has their names in its path. If-Match never takes a compressed ETag."""
     changes = {
         "proxy_pass http://gardening;": "default_type application/json; return 200 '[1, 2, 3]';",
         "gzip_min_length 4096": "gzip_min_length 0",
@@ -308,7 +262,7 @@ def test_only_lists_and_what_the_page_loads_are_compressed(tmp_path):
     compressed = {
         **dict.fromkeys([PROJECTS, f"{PROJECTS}?page=0", "/openapi.json"], "gzip"),
         **dict.fromkeys(["/docs/", "/docs/files/swagger-ui.css", "/docs/../docs/"], "gzip"),
-        **dict.fromkeys([f"{PROJECTS}/docs/", f"{PROJECTS}/openapi.json", f"{PROJECTS}/"]),
+        **dict.fromkeys([f"{PROJECTS}/5f0c", f"{PROJECTS}/docs/", f"{PROJECTS}/openapi.json"]),
         **dict.fromkeys(["/x/docs/y", f"/docs/..{PROJECTS}/5f0c", f"/x{PROJECTS}", "/docs"]),
     }
     with (
@@ -432,12 +386,11 @@ def statuses_from(port: int, addresses: list[str], authorization: str = "") -> l
         return [client.fetch("GET", "/x", X_From=each, **sent)[0] for each in addresses]
 
 
-@pytest.mark.parametrize("sample, count", [("1%", range(2, 60)), ("100%", [600])])
-def test_refused_requests_take_little_room_on_the_disk(tmp_path, sample, count):
+def test_refused_requests_take_little_room_on_the_disk(tmp_path):
     """Or a flood of them would fill it, and nobody could write any more."""
     statuses = Counter()
     with (
-        nginx.proxy(tmp_path, 1, STRICT | {"1%": sample}) as proxy,
+        nginx.proxy(tmp_path, 1, STRICT) as proxy,
         TLSClient(proxy.port, "x") as client,
         Client(proxy.plain_port, "x") as plain,
     ):
@@ -449,7 +402,7 @@ def test_refused_requests_take_little_room_on_the_disk(tmp_path, sample, count):
             statuses[plain.fetch("POST", path, **long_body | {"Content_Length": "9999999"})[0]] += 1
             plain.close()
     assert statuses == {502: 2, 429: 298, 413: 300, 308: 300}
-    assert proxy.log.read_text().count("\n") in count
+    assert proxy.log.read_text().count("\n") in range(2, 60)
     assert proxy.log.with_name("error.log").read_text() == ""
 
 
@@ -519,11 +472,7 @@ def test_headers_of_every_response_keep_browsers_to_https_and_to_the_origin(tls_
 @pytest.mark.parametrize("cipher, status", [("ECDHE", 0), ("kRSA", 1)])
 def test_no_cipher_is_without_forward_secrecy(service, tmp_path, cipher, status):
     """With the key of RSA that many certificates have."""
-    pair = ["-keyout", tmp_path / "rsa.key", "-out", tmp_path / "rsa.pem"]
-    create = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes"]
-    run(*create, "-subj", f"/CN={HOST}", *pair)
-    changes = {"/certificate.pem": "/rsa.pem", "/key.pem": "/rsa.key"}
-    with nginx.proxy(tmp_path, service.port, changes) as proxy:
+    with nginx.proxy(tmp_path, service.port, key="rsa:2048") as proxy:
         connect = ["openssl", "s_client", "-tls1_2", "-cipher", cipher]
         address = f"127.0.0.1:{proxy.port}"
         run(*connect, "-connect", address, status=status, input="")

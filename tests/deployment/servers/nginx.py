@@ -14,6 +14,7 @@ from helpers.running import LIMIT, ROOT, blocks, replaced, run
 
 PROGRAM = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
 HOST = "gardening.example.org"
+ELLIPTIC = "ec -pkeyopt ec_paramgen_curve:P-256"  # the page's kind of key
 STRICT = {"rate=50r/s": "rate=1r/m", "burst=100": "burst=1"}  # changes: two requests a minute
 FRAME = """
 daemon off; error_log stderr crit; pid {folder}/pid; {user}
@@ -42,20 +43,24 @@ class Proxy(NamedTuple):
     log: Path
 
 
-def certify(folder: Path) -> dict[str, str]:
+def certify(folder: Path, key: str) -> dict[str, str]:
     """Create a certificate by the page's own lines, and say where it is."""
     places = {
         "/etc/ssl/certs/gardening.pem": f"{folder}/certificate.pem",
         "/etc/ssl/private/gardening.key": f"{folder}/key.pem",
     }
     script = lines_of_the_page(r"^ *openssl .*\.pem$")
-    run("sh", "-c", f"HOST={HOST}\n{replaced(script, places)}")
+    run("sh", "-c", f"HOST={HOST}\n{replaced(script, places | {ELLIPTIC: key})}")
     return places
 
 
 @contextmanager
 def proxy(
-    folder: Path, upstream: int, changes: dict[str, str] | None = None, origin: str | None = None
+    folder: Path,
+    upstream: int,
+    changes: dict[str, str] | None = None,
+    origin: str | None = None,
+    key: str = ELLIPTIC,
 ) -> Iterator[Proxy]:
     """nginx with deploy/nginx.conf, and an origin if one is named.
 
@@ -67,7 +72,7 @@ def proxy(
         cors = (deploy / "nginx-cors.conf").read_text()
         cors = replaced(cors, {"https://app.example.org": origin})
         (snippets / "gardening-cors.conf").write_text(cors)
-    places = certify(folder)
+    places = certify(folder, key)
     served = replaced(
         (deploy / "nginx.conf").read_text(),
         places
