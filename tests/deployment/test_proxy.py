@@ -11,6 +11,9 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from email import message_from_string
+from functools import partial
+from http.client import HTTPResponse
 from types import SimpleNamespace
 from urllib.parse import urljoin
 
@@ -29,6 +32,7 @@ from helpers.running import (
     closing_store,
     environment_of,
     gunicorn,
+    port_of,
     run,
     token_on,
     wait_for,
@@ -163,41 +167,92 @@ def listening(handler):
             server.shutdown()
 
 
-def test_service_that_is_down_or_silent_is_a_problem_document(tmp_path):
-    """And so is a client that sends too much."""
-    changes = STRICT | {"proxy_next_upstream off": "proxy_read_timeout 1s; proxy_next_upstream off"}
+def fetch(port, version, path, *options):
+    """What curl receives over this version of HTTP."""
+    curl = ["curl", "-sSki", "--noproxy", "*", f"--http{version}"]
+    printed = run(*curl, *options, f"https://127.0.0.1:{port}{path}").stdout
+    line, _, rest = printed.partition("\n")
+    protocol, status = line.split()[:2]
+    assert protocol == f"HTTP/{version}"
+    message = message_from_string(rest)
+    return int(status), message, message.get_payload()
+
+
+@pytest.mark.parametrize("version", ["1.1", "2"])
+def test_errors_of_nginx_are_problem_documents(tmp_path, version):
+    """Over HTTP/2, too, which another site of the same nginx may have turned on for all."""
+    changes = STRICT | {
+        "burst=100": "burst=2",
+        "listen 443 ssl": "listen 443 ssl http2",
+        "location / {": "location / { client_body_buffer_size 1k;",
+        "proxy_next_upstream off": "proxy_read_timeout 1s; proxy_next_upstream off",
+    }
     with (
         listening(Silent) as server,
         nginx.proxy(tmp_path, server.server_address[1], changes) as proxy,
-        TLSClient(proxy.port, "x") as client,
     ):
-        silent = client.fetch("GET", PROJECTS)
+        get = partial(fetch, proxy.port, version)
+        responses = {
+            400: get("/%zz"),
+            413: get(PROJECTS, "-d", "x" * 65_537),
+            501: get(PROJECTS, "-X", "TRACE"),
+        }
+        (tmp_path / "body").rmdir()  # so that no body can be written to the disk
+        responses[500] = get("/x", "-d", "x" * 65_536)
+        responses[504] = get(PROJECTS)
         server.shutdown()
         server.server_close()
-        down = client.fetch("GET", PROJECTS)
-        too_many = client.fetch("GET", PROJECTS)
-    for response, status, seconds in [(silent, 504, "5"), (down, 502, "5"), (too_many, 429, "1")]:
+        responses[502] = get(PROJECTS)
+        responses[429] = get(PROJECTS)
+    for status, response in responses.items():
         assert_problem(response, status)
-        assert response[1].get_all("Retry-After") == [seconds]
+        seconds = {429: ["1"], 502: ["5"], 504: ["5"]}.get(status)
+        assert response[1].get_all("Retry-After") == seconds
 
 
-def test_errors_of_the_service_pass_unchanged(tls_client, service, account):
+@pytest.mark.parametrize(
+    "kind, request_line, header, status",
+    [
+        (TLSClient, "GET / HTTP/1.1", "X: x", 400),  # no Host
+        (TLSClient, "GET / HTTP/3.0", f"Host: {HOST}", 400),
+        (TLSClient, "GET / HTTP/1.1", "X: ".ljust(9_000, "x"), 400),
+        (TLSClient, "GET /".ljust(9_000, "x"), "X: x", 414),
+        (TLSClient, "POST / HTTP/1.1", f"Host: {HOST}\r\nTransfer-Encoding: gzip", 501),
+        (Client, "GET / HTTP/1.1", f"Host: {HOST}", 400),
+    ],
+)
+def test_invalid_http_gets_a_problem_document(proxy, kind, request_line, header, status):
+    with kind(proxy.port, "x") as client:
+        client.connect()
+        client.sock.sendall(f"{request_line}\r\n{header}\r\n\r\n".encode())
+        response = HTTPResponse(client.sock)
+        response.begin()
+        assert response.headers["Content-Type"] == "application/problem+json"
+        assert response.status == json.loads(response.read())["status"] == status
+
+
+def test_errors_of_the_service_pass_unchanged(gardening, tmp_path):
     asked = [
-        ("GET", "/x", None),
-        ("PUT", "/openapi.json", None),
-        ("POST", PROJECTS, b"{"),
-        ("POST", PROJECTS, b'{"nam": 1}'),
+        ("none", "GET", "/x", None),
+        ("none", "PUT", "/openapi.json", None),
+        ("none", "POST", PROJECTS, b"{"),
+        ("none", "POST", PROJECTS, b'{"nam": 1}'),
+        *((failure, "GET", PROJECTS, None) for failure in ("401", "500", "503")),
     ]
-    with Client(service.port, account) as direct:
-        for call in asked:
-            passed, sent = (
-                each.fetch(*call, Content_Type="application/json") for each in (tls_client, direct)
+    upstream = port_of(gardening.url)
+    with (
+        nginx.proxy(tmp_path, upstream) as proxy,
+        Client(upstream, gardening.token) as direct,
+        TLSClient(proxy.port, gardening.token) as behind,
+    ):
+        for failure, *call in asked:
+            gardening.plan([failure] * 2)
+            sent, passed = (
+                each.fetch(*call, Content_Type="application/json") for each in (direct, behind)
             )
             assert passed[::2] == sent[::2]
-            for name in ("Content-Type", "Allow", "Retry-After"):
+            for name in ("Content-Type", "Allow", "Retry-After", "WWW-Authenticate"):
                 assert passed[1][name] == sent[1][name]
-    status, headers, _ = tls_client.fetch("GET", PROJECTS, Authorization="")
-    assert (status, headers["WWW-Authenticate"]) == (401, 'Bearer realm="gardening"')
 
 
 ODD_PATHS = "/a%2Fb /a%20b /a%0D%0AX-Forged:%20x /a%250A /a%3Fpage=1 /a%23b /a%FF%C2%9B"
@@ -211,25 +266,6 @@ def test_odd_path_is_not_found(tls_client):
         assert response[0] in (400, 404), rest
         assert_problem(response, response[0], ["about:blank", "urn:gardening:no-such-project"])
         assert "X-Forged" not in response[1]
-
-
-def test_trace_reaches_the_service(tls_client):
-    refused = tls_client.fetch("TRACE", PROJECTS)
-    assert_problem(refused, 405)
-    assert "POST" in refused[1]["Allow"]
-    tls_client.close()  # nginx does, too
-    status, greeting = tls_client.call("TRACE", "/api/v1/hello-service")
-    assert (status, greeting["requestMethod"]) == (200, "TRACE")
-
-
-def test_trace_counts_as_a_request(service, tmp_path):
-    responses = []
-    with nginx.proxy(tmp_path, service.port, STRICT) as proxy:
-        for _ in range(3):
-            with TLSClient(proxy.port, "") as client:
-                responses.append(client.fetch("TRACE", "/api/v1/hello-service"))
-    assert [status for status, _, _ in responses] == [200, 200, 429]
-    assert_problem(responses[-1], 429)
 
 
 @pytest.fixture
