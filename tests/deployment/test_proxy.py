@@ -199,7 +199,7 @@ def test_errors_of_nginx_are_problem_documents(tmp_path, version):
         }
         (tmp_path / "body").rmdir()  # so that no body can be written to the disk
         responses[500] = get("/x", "-d", "x" * 65_536)
-        responses[504] = get(PROJECTS)
+        responses[504] = get(PROJECTS, "-d", "x" * 65_536)
         server.shutdown()
         server.server_close()
         responses[502] = get(PROJECTS)
