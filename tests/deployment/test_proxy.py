@@ -179,7 +179,7 @@ def fetch(port, version, path, *options):
 
 
 @pytest.mark.parametrize("version", ["1.1", "2"])
-def test_errors_of_nginx_are_problem_documents(tmp_path, version):
+def test_errors_of_nginx_are_problem_documents_and_a_502_has_its_reason(tmp_path, version):
     """Over HTTP/2, too, which another site of the same nginx may have turned on for all."""
     changes = STRICT | {
         "burst=100": "burst=2",
@@ -208,6 +208,9 @@ def test_errors_of_nginx_are_problem_documents(tmp_path, version):
         assert_problem(response, status)
         seconds = {429: ["1"], 502: ["5"], 504: ["5"]}.get(status)
         assert response[1].get_all("Retry-After") == seconds
+    ends = dict(re.findall(r"(?m) (50[24]) .* (\S+ \S+)$", proxy.log.read_text()))
+    assert ends["502"] == "- -"
+    assert re.fullmatch(r"0\.\d{3} -", ends["504"])
 
 
 @pytest.mark.parametrize(
