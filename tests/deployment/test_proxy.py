@@ -33,6 +33,7 @@ from helpers.running import (
     environment_of,
     gunicorn,
     port_of,
+    replaced,
     run,
     token_on,
     wait_for,
@@ -128,6 +129,26 @@ def test_slow_uploads_hold_up_nobody(proxy, account, lines):
             assert client.fetch("GET", "/health")[0] == 200
         # Mostly a tenth of a second; ten and more where the service waits for the bodies.
         assert time.monotonic() - started < 5
+
+
+def test_block_of_the_page_calls_the_configuration_that_it_has_loaded(service, tmp_path):
+    """Not that of old processes; nor does it call through a proxy of the company."""
+    with nginx.proxy(tmp_path, service.port) as proxy:
+        with TLSClient(proxy.port, "x") as client:
+            assert client.fetch("GET", "/health")[0] == 200  # so its pid is in the file
+        changes = {
+            "nginx -t && systemctl reload-or-restart nginx": f"kill -HUP $(cat {tmp_path}/pid)",
+            "--retry 3 ": "",
+            ":443:": f":{proxy.port}:",
+            "/$HOST/": f"/$HOST:{proxy.port}/",
+        }
+        script = f"HOST={HOST}\n{replaced(nginx.lines_of_the_page('^nginx -t .*'), changes)}"
+        behind = os.environ | {"https_proxy": "http://127.0.0.1:1"}
+        assert run("sh", "-c", script, environment=behind).stdout == '{"status":"ok"}'
+        configuration = tmp_path / "nginx.conf"
+        broken = {f"127.0.0.1:{service.port} ": "127.0.0.1:1 "}
+        configuration.write_text(replaced(configuration.read_text(), broken))
+        assert "502" in run("sh", "-c", script, environment=behind, status=22).stderr
 
 
 def test_http_leads_to_https(proxy):
