@@ -20,13 +20,21 @@ import problems
 import swagger
 from auth import current_store, token_required
 from engines import engine_on
-from reading import MAX_CONTENT_LENGTH, read_fields, read_key, read_page, read_precondition
+from reading import (
+    MAX_CONTENT_LENGTH,
+    read_fields,
+    read_key,
+    read_no_query,
+    read_page,
+    read_precondition,
+)
 from schemas import MAX_PAGE
 from store import MAX_PROJECTS, Page, Store
 
 TITLE = "Gardening Project Service"
 
 api = Blueprint("api", __name__)
+projects = Blueprint("projects", __name__, url_prefix="/api/v1/gardening/projects")
 
 
 def create_app(config: Mapping[str, Any] | None = None) -> Flask:
@@ -45,6 +53,7 @@ def create_app(config: Mapping[str, Any] | None = None) -> Flask:
     app.config.update(config or {})
     app.url_map.merge_slashes = False  # "a//b" is not redirected to "a/b"
     app.register_blueprint(api)
+    app.register_blueprint(projects)
     # Without methods, a Rule takes them all.
     app.url_map.add(Rule("/api/v1/hello-service", endpoint="hello"))
     app.view_functions["hello"] = hello
@@ -107,7 +116,14 @@ def description() -> tuple[str, bytes]:
     return hashlib.sha256(document).hexdigest(), document
 
 
-@api.post("/api/v1/gardening/projects")
+@projects.before_request
+def refuse_query() -> None:
+    """A `DELETE` with `?dryRun=true` must delete nothing: only the list knows parameters."""
+    if request.query_string and request.endpoint != "projects.list_projects":
+        token_required(lambda account: read_no_query())()  # a 401 comes first
+
+
+@projects.post("")
 @token_required
 def create_project(account: str) -> Response:
     """Create a Project; `{}` will do."""
@@ -117,19 +133,19 @@ def create_project(account: str) -> Response:
     return Response(project.document, 201, headers, content_type="application/json")
 
 
-@api.get("/api/v1/gardening/projects")
+@projects.get("")
 @token_required
 def list_projects(account: str) -> Response:
     """List the account's Projects, or one page of them."""
     page = read_page()
-    projects = current_store().list_projects(account, page)
+    found = current_store().list_projects(account, page)
     headers = {}
-    if page and projects.next_after:
-        headers["Link"] = link_to_next(page, projects.next_after)
-    return respond(projects.etag, projects.document, headers)
+    if page and found.next_after:
+        headers["Link"] = link_to_next(page, found.next_after)
+    return respond(found.etag, found.document, headers)
 
 
-@api.get("/api/v1/gardening/projects/<id>")
+@projects.get("/<id>")
 @token_required
 def get_project(account: str, id: str) -> Response:
     """Return one Project."""
@@ -137,7 +153,7 @@ def get_project(account: str, id: str) -> Response:
     return respond(project.etag, project.document)
 
 
-@api.put("/api/v1/gardening/projects/<id>")
+@projects.put("/<id>")
 @token_required
 def update_project(account: str, id: str) -> Response:
     """Change the given fields, and only those."""
@@ -149,7 +165,7 @@ def update_project(account: str, id: str) -> Response:
     return Response(project.document, content_type="application/json")
 
 
-@api.delete("/api/v1/gardening/projects/<id>")
+@projects.delete("/<id>")
 @token_required
 def delete_project(account: str, id: str) -> Response:
     """Delete a Project and all that belongs to it."""

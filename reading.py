@@ -25,20 +25,32 @@ MAX_FIELDS = 100
 
 def read_page() -> Page | None:
     """The page that the query asks for, if there is a query."""
+    query = read_query()
+    if not query:
+        return None
+    page = schemas.PAGE.load(query)
+    return Page(page["page"], page["size"], page["after"])
+
+
+def read_no_query() -> None:
+    """Raises ValidationError if there is a query."""
+    schemas.NO_QUERY.load(read_query())
+
+
+def read_query() -> dict[str, str]:
+    """Its parameters. Raises ValidationError."""
     # request.args raises ValueError for bytes that are not UTF-8.
     text = request.query_string.decode(errors="replace")
+    text = text.strip("&")  # of "&" alone it is none, as deploy/nginx.conf has it
     try:
         pairs = parse_qsl(text, keep_blank_values=True, max_num_fields=MAX_FIELDS)
     except ValueError:
         raise ValidationError({"_schema": [f"More than {MAX_FIELDS} parameters."]}) from None
-    if not pairs:  # as deploy/nginx.conf has it
-        return None
     query = dict(pairs)
     if len(query) < len(pairs):
         repeated = repeated_names(pairs)
         raise ValidationError({name: ["Given more than once."] for name in repeated})
-    page = schemas.PAGE.load(query)
-    return Page(page["page"], page["size"], page["after"])
+    return query
 
 
 def read_key() -> str | None:

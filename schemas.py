@@ -91,3 +91,4 @@ class PageSchema(Schema):
 
 PROJECT = ProjectSchema()
 PAGE = PageSchema()
+NO_QUERY = Schema()

@@ -277,6 +277,27 @@ def test_query_of_more_than_100_parameters_is_refused_without_their_names(client
     for count, named in [(100, 100), (101, 1)]:
         response = client.get(PROJECTS, query_string=dict.fromkeys(map(str, range(count)), "1"))
         assert (response.status_code, len(response.json["errors"])) == (422, named)
+    assert client.get(f"{PROJECTS}?{'&' * 101}").json == []  # nginx takes it for none, too
+
+
+def test_parameter_that_a_call_of_projects_does_not_know_is_refused(
+    app, client, project, project_url
+):
+    rules = [rule for rule in app.url_map.iter_rules() if rule.rule.startswith(PROJECTS)]
+    calls = [(method, rule.rule) for rule in rules for method in rule.methods - {"HEAD"}]
+    assert len(calls) == 5
+    for method, path in calls:
+        address = f"{path.replace('<id>', project['id'])}?dryRun=true"
+        response = client.open(address, method=method, json={})
+        assert (response.status_code, [*response.json["errors"]]) == (422, ["dryRun"])
+    assert client.delete(f"{project_url}?page=0").status_code == 422  # which the list knows
+    assert client.get(PROJECTS).json == [project]
+
+
+def test_query_is_ignored_elsewhere(client):
+    for path in (HELLO, "/health", "/openapi.json"):
+        assert client.get(f"{path}?x=1").status_code == 200
+    assert client.put(f"{HELLO}/auth?x=1").status_code == 200
 
 
 def test_only_what_is_repeated_is_named(client, project_url):
@@ -403,10 +424,10 @@ def test_outage_is_one_line_of_the_log_that_shows_the_request(
 ):
     os.remove(database)
     environ = {} if sent is None else {"HTTP_X_REQUEST_ID": sent}
-    client.put(f"{MISSING}?secret", json={}, environ_overrides=environ)
+    client.get("/health?secret", environ_overrides=environ)
     [record] = caplog.records
     reason = f"the database file was removed: {database}"
-    request = f"PUT {MISSING}, request id {shown}"
+    request = f"GET /health, request id {shown}"
     assert record.getMessage() == f"Database unavailable: {reason} ({request})"
 
 

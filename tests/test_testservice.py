@@ -173,7 +173,7 @@ def test_journal_has_each_request_as_it_was_sent(gardening):
             "X-Y": "z",
         },
         "body": '{"name": "é\ufffd"}',  # the last byte of the name is not UTF-8
-        "status": 415,
+        "status": 422,
     }
     assert (get["method"], get["path"], get["body"], get["status"]) == ("GET", PROJECTS, "", 200)
 
