@@ -37,15 +37,25 @@ class Command(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except OutcomeUnknown as error:
-            hint = "the change may have been made, or not"
-            raise click.ClickException(f"{error}; {hint}") from error
         except (BadName, BadNote, BadBackup, Unavailable) as error:
-            raise click.ClickException(str(error)) from error
+            raise failure(error) from error
 
 
 class Group(Command, AppGroup):
     """Does the same for each of its commands."""
+
+
+def failure(error: Exception) -> click.ClickException:
+    """What `flask` prints of it, as one line."""
+    line = " ".join(str(error).splitlines())
+    if isinstance(error, OutcomeUnknown):
+        line += "; the change may have been made, or not"
+    return click.ClickException(printable(line))
+
+
+def printable(line: str) -> str:
+    """Without escape sequences, which the terminal would obey, whoever wrote them into the file."""
+    return "".join(each if each.isprintable() else "?" for each in line)
 
 
 account_commands = Group("account", help="List and delete accounts.")
@@ -82,7 +92,8 @@ def list_tokens(account: str | None) -> None:
     click.echo(line.format("ID", "CREATED (UTC)", "EXPIRES (UTC)", "ACCOUNT", "NOTE"))
     for token in tokens:
         times = utc(token.created_at), utc(token.expires_at)
-        click.echo(line.format(token.id, *times, token.account, token.note or "").rstrip())
+        text = line.format(token.id, *times, token.account, token.note or "").rstrip()
+        click.echo(printable(text))
 
 
 def utc(time: int | None) -> str:
@@ -124,7 +135,7 @@ def list_accounts() -> None:
     line = "{:>8}  {:>6}  {:16}  {}"
     click.echo(line.format("PROJECTS", "TOKENS", "CHANGED (UTC)", "ACCOUNT"))
     for name, projects, tokens, changed_at in accounts:
-        click.echo(line.format(projects, tokens, utc(changed_at), name))
+        click.echo(printable(line.format(projects, tokens, utc(changed_at), name)))
 
 
 @account_commands.command("delete")
@@ -235,7 +246,7 @@ def welcome(
         report_if_new(engine, engine.open_database(creates=True))
         has_tokens = bool(store.list_tokens())
     except Unavailable as error:
-        raise click.ClickException(str(error)) from error
+        raise failure(error) from error
     if not has_tokens:
         setting, place = "", "in this folder"
         if engine.file.folder is None:  # there is no path to show, and a URL may have a password

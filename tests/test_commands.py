@@ -162,6 +162,23 @@ def test_wrong_input_is_refused_with_usage_or_in_one_line(command, words):
     assert command("token", "list").stdout.count("\n") == 1
 
 
+ESCAPE = "\x1b[2J\x9b"  # clears a terminal
+
+
+def test_escape_sequence_is_not_printed(command, plain_sql, tmp_path):
+    """Whoever wrote it into the database, as no command would."""
+    command("token", "create", "ann", "--note", "phone")
+    plain_sql.execute(f"UPDATE token SET account = '{ESCAPE}', note = '{ESCAPE}'")
+    plain_sql.execute(f"INSERT INTO account (name) VALUES ('{ESCAPE}')")
+    missing = create_app({"DATABASE": str(tmp_path / f"{ESCAPE}\n.db")}).test_cli_runner()
+    tokens, accounts = (command(each, "list").stdout for each in ("token", "account"))
+    error = missing.invoke(args=["token", "list"]).stderr
+    for printed in (tokens, accounts, error):
+        assert "?[2J?" in printed
+        assert printed.replace("\n", "").isprintable()
+    assert "?[2J? .db" in error  # on one line
+
+
 @pytest.mark.parametrize("days", [1, 2, 1_000_000])
 def test_lifetime_is_shown_with_its_end(command, days):
     assert command("token", "create", "ann", "--days", str(days)).exit_code == 0
