@@ -4,23 +4,19 @@ import json
 from collections.abc import Iterable, Mapping
 from functools import partial
 from http import HTTPStatus
-from string import punctuation
 from textwrap import indent
 from traceback import format_exception
 from typing import Any, NamedTuple
-from urllib.parse import quote
 
 from flask import Flask, Response, current_app, request
 from marshmallow import ValidationError
 from werkzeug.exceptions import HTTPException
 
 from engines.errors import OutcomeUnknown, Unavailable
+from logged import logged_request
 from store import AccountFull, KeyReused, KeySpent, NotFound, Stale
 
 RETRY_AFTER = 5  # seconds; deploy/nginx.conf says the same
-# Characters of what a client chooses, in a line of the log. gunicorn.conf.py has the same: if it
-# imported this module, a reload would not load it anew.
-MAX_LOGGED = 200
 RETRY = {"Retry-After": str(RETRY_AFTER)}
 # The phrases of RFC 9110, for Pythons that still have older ones.
 TITLES = {413: "Content Too Large", 422: "Unprocessable Content"}
@@ -117,19 +113,8 @@ def on_store_error(response: ErrorResponse, error: Exception) -> Response:
 
 
 def current_request() -> str:
-    """Its method, path and request id, for the log."""
-    environ = request.environ
-    # As it was sent, where the server says so, but without the query, which may hold anything.
-    sent = environ.get("RAW_URI") or environ.get("REQUEST_URI")
-    path = sent.partition("?")[0] if sent else quote(request.root_path + request.path)
-    method, path, id = map(shown, (request.method, path, environ.get("HTTP_X_REQUEST_ID") or "-"))
-    return f"{method} {path}, request id {id}"
-
-
-def shown(text: str) -> str:
-    """The text in printable ASCII without a space, cut as in gunicorn.conf.py."""
-    start = text if len(text) <= MAX_LOGGED else f"{text[:MAX_LOGGED]}..."
-    return quote(start, punctuation, "latin-1", "replace")
+    """Its method, path and request id, as the access log shows them."""
+    return "{method} {path}, request id {request_id}".format(**logged_request(request.environ))
 
 
 def problem(
