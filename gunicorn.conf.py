@@ -7,13 +7,13 @@ import sys
 import time
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from string import punctuation
 from typing import Any
-from urllib.parse import quote
 
 from gunicorn.arbiter import Arbiter
 from gunicorn.instrument.statsd import Statsd
 from gunicorn.workers.base import Worker
+
+from logged import logged_request
 
 UNREAD_LIMIT = 64 * 1024  # bytes; gunicorn drains less than this of an unread body
 
@@ -62,7 +62,6 @@ with suppress(OSError):  # standard output may be closed
     if os.environ.get("JOURNAL_STREAM") != f"{output.st_dev}:{output.st_ino}":
         access_log_format = f"%(time)s {access_log_format}"
 logging.Formatter.converter = time.gmtime  # UTC in the lines of gunicorn and Flask
-MAX_LOGGED = 200  # characters of what a client chooses, in a line of the log
 
 
 class Log(Statsd):  # which sends metrics if statsd_host is set
@@ -73,23 +72,14 @@ class Log(Statsd):  # which sends metrics if statsd_host is set
 
     def atoms(self, resp: Any, req: Any, environ: Any, request_time: timedelta) -> Any:
         """The values for access_log_format: no token, and no query."""
-        # Without a proxy it is the client's, who may send U+0085, a line break to many programs.
-        request_id = environ.get("HTTP_X_REQUEST_ID") or "-"
         return {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "caller": environ.get("REMOTE_USER", "-"),  # account and token ID
-            "method": environ["REQUEST_METHOD"],
-            "path": cut(environ["RAW_URI"].partition("?")[0]),  # as sent; PATH_INFO is decoded
             "status": resp.status.split(" ", 1)[0],
             "bytes": resp.sent,
             "microseconds": request_time // timedelta(microseconds=1),
-            "request_id": quote(cut(request_id), punctuation, "latin-1", "replace"),
+            **logged_request(environ),
         }
-
-
-def cut(text: str) -> str:
-    """Its start, so that no client can fill the disk with lines of 8 KB."""
-    return text if len(text) <= MAX_LOGGED else f"{text[:MAX_LOGGED]}..."
 
 
 logger_class = Log
