@@ -220,11 +220,13 @@ def restore_backup(file: str) -> None:
 
 
 def add_to(app: Flask) -> None:
-    """Add the commands; on `flask run`, also prepare the database, and say what to do next."""
+    """Add the commands, and welcome whoever starts `flask run`."""
     groups = token_commands, account_commands
     databases = create_database, open_database, write_backup, restore_backup
     for command in (*groups, *databases):
         app.cli.add_command(command)
+    # Nothing else says that a server starts: Flask has no hook or signal for it, and does not let
+    # an application replace its `run`.
     context = click.get_current_context(silent=True)
     if context and context.command is run_command and not is_running_from_reloader():
         import_path = context.ensure_object(ScriptInfo).app_import_path  # --app
@@ -239,7 +241,7 @@ def welcome(
     import_path: str | None = None,
     **_: object,
 ) -> None:
-    """On `flask run`, create the database, and say what to do next, or what is wrong."""
+    """Create the database, and say what to do next, or what is wrong."""
     store: Store = app.extensions["store"]
     engine = store.engine
     try:
