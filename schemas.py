@@ -74,8 +74,8 @@ class ProjectSchema(Schema):
 
     error_messages = NOT_AN_OBJECT
 
-    # OpenStreetMap's bound of a name, and PayPal's of a postal code. What the two may hold bounds a
-    # whole list.
+    # OpenStreetMap limits a name to 255 characters, PayPal a postal code to 60. A whole list is
+    # built in memory, and holds up to 10,000 of each.
     name = text(255)
     postal_code = text(60)
     location = fields.Nested(PointSchema, allow_none=True)
