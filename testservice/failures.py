@@ -1,11 +1,12 @@
 """The service with planned failures, a journal, and the paths under /test/.
 
 A plan belongs to a token: its next requests fail as the plan says. The service's own errors are
-raised in the store, as in production. 429, 502 and 504 are nginx's, as deploy/nginx.conf words
-them. The journal of a token has the requests that came with it.
+raised in the store, as in production. 429, 502 and 504 are nginx's, as openapi.json words them.
+The journal of a token has the requests that came with it.
 """
 
 import errno
+import json
 import secrets
 import time
 from collections import deque
@@ -19,7 +20,7 @@ from flask import Response, abort, request
 from marshmallow import Schema, ValidationError, fields, validate
 from werkzeug.datastructures import EnvironHeaders
 
-from app import create_app
+from app import create_app, description
 from auth import bearer_token, issue_token
 from engines.errors import OutcomeUnknown, Unavailable
 from engines.names import BadName, account_name
@@ -47,16 +48,20 @@ class Failure(NamedTuple):
     is_revoked: bool = False  # to the store, the token is unknown
 
 
-LOST = "The service sent no response{}: read before you repeat a write."
-TOO_MANY = "Send fewer requests per second, and fetch at most two whole lists at once."
+def detail_of(response: str) -> str:
+    """Of the proxy's response with this name in openapi.json."""
+    content = json.loads(description()[1])["components"]["responses"][response]["content"]
+    return str(content["application/problem+json"]["example"]["detail"])
+
+
 FAILURES = {
     "401": Failure(is_revoked=True),
-    "429": Failure(status=429, retry_after=1, detail=TOO_MANY),
+    "429": Failure(status=429, retry_after=1, detail=detail_of("TooManyRequests")),
     "500": Failure(raised=RuntimeError),
-    "502": Failure(status=502, detail=LOST.format("")),
+    "502": Failure(status=502, detail=detail_of("BadGateway")),
     "503": Failure(raised=Unavailable),
     "503-unknown": Failure(is_served=True, raised=OutcomeUnknown),
-    "504": Failure(is_served=True, status=504, detail=LOST.format(" in time")),
+    "504": Failure(is_served=True, status=504, detail=detail_of("GatewayTimeout")),
     "dropped": Failure(is_closed=True),
     "lost": Failure(is_served=True, is_closed=True),
     "none": Failure(),
