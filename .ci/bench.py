@@ -3,8 +3,7 @@
     PYTHONPATH=.:tests .venv/bin/python .ci/bench.py
 
 It needs wrk, a quiet machine, and about two minutes. Compare only its ratios with those of another
-machine. To see a difference of less than a tenth, count instructions: `valgrind --tool=callgrind`
-on gunicorn's handle_request, over a socketpair, repeats within 0.3 % on a busy machine, too.
+machine.
 """
 
 import os
