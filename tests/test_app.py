@@ -44,9 +44,9 @@ def test_create_responds_with_the_project_and_its_address(client):
     assert found.headers["ETag"] == response.headers["ETag"]
 
 
-@pytest.mark.parametrize("type", ["application/json", "application/geo+json;charset=x"])
-def test_any_json_content_type_is_accepted(client, type):
-    assert client.post(PROJECTS, data="{}", content_type=type).status_code == 201
+def test_any_json_content_type_is_accepted(client):
+    kind = "application/geo+json;charset=x"
+    assert client.post(PROJECTS, data="{}", content_type=kind).status_code == 201
 
 
 @pytest.mark.parametrize("tag", ["{}", "W/{}", '"0", {}', "*"])

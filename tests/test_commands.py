@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import sqlite3
 import subprocess
 import sys
 from contextlib import closing
@@ -128,19 +127,10 @@ def test_note_that_is_not_printable_text_of_a_line_is_refused(command, store, no
     assert store.list_tokens() == []
 
 
-def test_note_is_restored_as_it_is(command, another_database, tmp_path):
-    command("token", "create", "ann", "--note", "Zoë's phone")
+def test_time_that_only_an_edited_backup_can_hold_is_listed(command, plain_sql):
     command("token", "create", "ann")
-    assert command("backup", str(tmp_path / "backup.db")).exit_code == 0
-    with closing(sqlite3.connect(tmp_path / "backup.db", isolation_level=None)) as edited:
-        edited.execute("UPDATE token SET created_at = ? WHERE id = 2", [2**62])
-    app = create_app({"DATABASE": another_database})
-    target = app.extensions["store"]
-    with closing(target.engine):
-        commands = app.test_cli_runner()
-        assert commands.invoke(args=["restore", str(tmp_path / "backup.db")]).exit_code == 0
-        assert [token.note for token in target.list_tokens("ann")] == ["Zoë's phone", None]
-        assert "out of range" in commands.invoke(args=["token", "list"]).stdout
+    plain_sql.execute(f"UPDATE token SET created_at = {2**62}")
+    assert "out of range" in command("token", "list").stdout
 
 
 USAGE = [["create"], ["revoke"], ["no-such-command"], ["revoke", "1", "--account", "a"]]
@@ -148,8 +138,7 @@ USAGE += [["revoke", "--expired", *other] for other in (["1"], ["--account", "a"
 DAYS = ["0", "x", "1000001"]
 USAGE += [["create", "ann", "--days", days] for days in DAYS]
 USAGE += [["revoke", id] for id in ("x", str(2**63))]
-WRONG = [["create", name] for name in ("", "\ud800")]
-WRONG += [["revoke", id] for id in ("1", str(2**63 - 1))]
+WRONG = [["revoke", str(2**63 - 1)]]
 
 
 @pytest.mark.parametrize("words", [*USAGE, *WRONG])
@@ -226,11 +215,11 @@ def test_accounts_that_only_look_alike_are_two(command, store):
     assert len(store.list_accounts()) == 4
 
 
-@pytest.mark.parametrize("name", ["", " a", "a ", "a\0b", "x" * 256])
+@pytest.mark.parametrize("name", ["", " a", "a ", "a\0b", "\ud800", "x" * 256])
 def test_invalid_account_name_is_refused(command, store, name):
     for words in (["token", "create", name], ["account", "delete", name, "--yes"]):
         result = command(*words)
-        assert result.exit_code == 1
+        assert (result.exit_code, result.stdout) == (1, "")
         assert result.stderr.startswith("Error: An account name must be 1 to 255 printable")
     assert store.list_accounts() == []
 

@@ -63,13 +63,12 @@ def test_head_gets_what_is_described_of_get(app, client, project_url):
     assert app.test_client().head(PROJECTS).status_code == 401
 
 
-@pytest.mark.parametrize("header", ["Retry-After", "Deprecation"])
-def test_header_that_is_not_described_fails_the_test(app, header):
+def test_header_that_is_not_described_fails_the_test(app):
     app.add_url_rule("/crash", view_func=lambda: 1 / 0)
 
     @app.after_request
     def add_header(response):
-        response.headers[header] = "5"
+        response.headers["Retry-After"] = "5"
         return response
 
     for path in ("/openapi.json", PROJECTS, "/nowhere", "/crash"):
@@ -139,14 +138,6 @@ def test_pages_state_the_limits_of_the_code():
     assert f"{MAX_PROJECTS:,} unless the operator" in full["description"]
     listed = SCHEMAS["ProjectPage"]["properties"]["size"]
     assert listed["maximum"] == schemas.MAX_SIZE
-
-
-def test_response_may_hold_text_that_a_request_may_not():
-    """An older release took names of any length."""
-    created = API["paths"][PROJECTS]["post"]["responses"]["201"]["content"]
-    project = created["application/json"]
-    longer = {"name": "x" * 256, "postal_code": "x" * 61}
-    validator(project["schema"]).validate(project["example"] | longer)
 
 
 def test_examples_of_the_proxys_errors_match_nginx_conf():
