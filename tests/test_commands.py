@@ -48,8 +48,10 @@ def test_any_token_can_be_revoked(command):
     assert command("token", "revoke", "1").exit_code == 0
     listed = command("token", "list").stdout
     assert re.findall(r"(?m)^ +(\d+)", listed) == [str(id) for id in range(2, 11)]
-    again = command("token", "revoke", "1").stderr
-    assert again == "Error: There is no token with the ID 1.\n"
+    for id in ("1", str(2**63 - 1)):
+        refused = command("token", "revoke", id)
+        assert (refused.exit_code, refused.stdout) == (1, "")
+        assert refused.stderr == f"Error: There is no token with the ID {id}.\n"
 
 
 HINT = "restore a backup, or run `init-db` for an empty database"
@@ -138,15 +140,14 @@ USAGE += [["revoke", "--expired", *other] for other in (["1"], ["--account", "a"
 DAYS = ["0", "x", "1000001"]
 USAGE += [["create", "ann", "--days", days] for days in DAYS]
 USAGE += [["revoke", id] for id in ("x", str(2**63))]
-WRONG = [["revoke", str(2**63 - 1)]]
 
 
-@pytest.mark.parametrize("words", [*USAGE, *WRONG])
-def test_wrong_input_is_refused_with_usage_or_in_one_line(command, words):
+@pytest.mark.parametrize("words", USAGE)
+def test_wrong_input_is_refused_with_usage(command, words):
     result = command("token", *words)
-    assert (result.exit_code, result.stdout) == (2 if words in USAGE else 1, "")
+    assert (result.exit_code, result.stdout) == (2, "")
     *usage, error = result.stderr.splitlines()
-    assert bool(usage) == (words in USAGE) and error.startswith("Error: ")
+    assert usage and error.startswith("Error: ")
     assert "--days" not in words or "Invalid value for '--days': " in error
     assert command("token", "list").stdout.count("\n") == 1
 
