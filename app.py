@@ -32,9 +32,9 @@ from schemas import MAX_PAGE
 from store import MAX_PROJECTS, Page, Store
 
 TITLE = "Gardening Project Service"
+PROJECTS = "/api/v1/gardening/projects"
 
 api = Blueprint("api", __name__)
-projects = Blueprint("projects", __name__, url_prefix="/api/v1/gardening/projects")
 
 
 def create_app(config: Mapping[str, Any] | None = None) -> Flask:
@@ -53,7 +53,6 @@ def create_app(config: Mapping[str, Any] | None = None) -> Flask:
     app.config.update(config or {})
     app.url_map.merge_slashes = False  # "a//b" is not redirected to "a/b"
     app.register_blueprint(api)
-    app.register_blueprint(projects)
     # Without methods, a Rule takes them all.
     app.url_map.add(Rule("/api/v1/hello-service", endpoint="hello"))
     app.view_functions["hello"] = hello
@@ -116,47 +115,43 @@ def description() -> tuple[str, bytes]:
     return hashlib.sha256(document).hexdigest(), document
 
 
-@projects.before_request
-def refuse_query() -> None:
-    """A `DELETE` with `?dryRun=true` must delete nothing: only the list knows parameters."""
-    if request.query_string and request.endpoint != "projects.list_projects":
-        token_required(lambda account: read_no_query())()  # a 401 comes first
-
-
-@projects.post("")
+@api.post(PROJECTS)
 @token_required
 def create_project(account: str) -> Response:
     """Create a Project; `{}` will do."""
+    read_no_query()
     project = current_store().create_project(account, read_fields(), read_key())
     # Relative to the address of the request (RFC 9110 10.2.2), which a proxy may have changed.
     headers = {"Location": f"projects/{project.id}", "ETag": quote_etag(project.etag)}
     return Response(project.document, 201, headers, content_type="application/json")
 
 
-@projects.get("")
+@api.get(PROJECTS)
 @token_required
 def list_projects(account: str) -> Response:
     """List the account's Projects, or one page of them."""
     page = read_page()
-    found = current_store().list_projects(account, page)
+    projects = current_store().list_projects(account, page)
     headers = {}
-    if page and found.next_after:
-        headers["Link"] = link_to_next(page, found.next_after)
-    return respond(found.etag, found.document, headers)
+    if page and projects.next_after:
+        headers["Link"] = link_to_next(page, projects.next_after)
+    return respond(projects.etag, projects.document, headers)
 
 
-@projects.get("/<id>")
+@api.get(f"{PROJECTS}/<id>")
 @token_required
 def get_project(account: str, id: str) -> Response:
     """Return one Project."""
+    read_no_query()
     project = current_store().get_project(account, id)
     return respond(project.etag, project.document)
 
 
-@projects.put("/<id>")
+@api.put(f"{PROJECTS}/<id>")
 @token_required
 def update_project(account: str, id: str) -> Response:
     """Change the given fields, and only those."""
+    read_no_query()
     fields = read_fields()
     condition = read_precondition()
     project = current_store().update_project(account, id, fields, condition)
@@ -165,10 +160,11 @@ def update_project(account: str, id: str) -> Response:
     return Response(project.document, content_type="application/json")
 
 
-@projects.delete("/<id>")
+@api.delete(f"{PROJECTS}/<id>")
 @token_required
 def delete_project(account: str, id: str) -> Response:
     """Delete a Project and all that belongs to it."""
+    read_no_query()
     current_store().delete_project(account, id, read_precondition())
     response = Response(status=204)
     del response.headers["Content-Type"]  # there is no content
