@@ -58,10 +58,11 @@ access_log_format = (
 )
 with suppress(OSError):  # standard output may be closed
     output = os.fstat(1)
-    # Unless journald takes it, and adds the time (systemd.exec(5)).
+    # journald adds the time by itself (systemd.exec(5), JOURNAL_STREAM).
     if os.environ.get("JOURNAL_STREAM") != f"{output.st_dev}:{output.st_ino}":
         access_log_format = f"%(time)s {access_log_format}"
-logging.Formatter.converter = time.gmtime  # UTC in the lines of gunicorn and Flask
+# UTC in the other lines: gunicorn and Flask each have formatters of their own, but one class.
+logging.Formatter.converter = time.gmtime
 
 
 class Log(Statsd):  # which sends metrics if statsd_host is set
