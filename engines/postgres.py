@@ -131,8 +131,11 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
                 AS next_after,
             convert_to(concat('[', string_agg({DOCUMENT}, ',' ORDER BY seq), ']'), 'UTF8')
                 AS document
-        FROM (SELECT * FROM project WHERE account = :account AND seq > :after
-            ORDER BY seq LIMIT :size OFFSET :offset) AS page"""
+        FROM (SELECT * FROM project WHERE account = :account
+            -- OFFSET reads whatever it skips: here only numbers, in an index.
+            AND seq >= (SELECT seq FROM project WHERE account = :account AND seq > :after
+                ORDER BY seq LIMIT 1 OFFSET :offset)
+            ORDER BY seq LIMIT :size) AS page"""
     # What adds or deletes Projects locks the account's row first, so that no two can deadlock. An
     # update locks its Project alone.
     CREATE = f"""

@@ -87,8 +87,11 @@ class SQLiteConnection(sqlite3.Connection, Connection):
             nullif(max(seq), (SELECT max(seq) FROM project WHERE account = :account))
                 AS next_after,
             CAST(json_group_array({DOCUMENT}) AS BLOB) AS document
-        FROM (SELECT * FROM project WHERE account = :account AND seq > :after
-            ORDER BY seq LIMIT :size OFFSET :offset)"""
+        FROM (SELECT * FROM project WHERE account = :account
+            -- OFFSET reads whatever it skips: here only numbers, in an index.
+            AND seq >= (SELECT seq FROM project WHERE account = :account AND seq > :after
+                ORDER BY seq LIMIT 1 OFFSET :offset)
+            ORDER BY seq LIMIT :size)"""
     # For CREATE and DELETE, the triggers of sqlite.sql count the Projects of the account.
     CREATE = f"""
         INSERT INTO project (id, account, seq, key, fingerprint, created_at, updated_at,

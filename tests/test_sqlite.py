@@ -94,6 +94,14 @@ def test_page_costs_the_same_however_many_projects_there_are(store, plain_sql):
     assert steps("many", 19_980) < 1.1 * steps("few", 80)
 
 
+def test_page_skips_projects_in_an_index_without_their_texts(store, plain_sql):
+    """Or one of the last pages would read nearly all that the account has."""
+    values = {"account": "ann", "size": 20, "after": 0, "offset": 9000}
+    plan = plain_sql.execute(f"EXPLAIN QUERY PLAN {SQLiteConnection.LIST}", values)
+    skipping = "SEARCH project USING COVERING INDEX project_seq (account=? AND seq>?)"
+    assert skipping in [step for *_, step in plan]
+
+
 def test_deletion_costs_the_same_however_many_keys_are_spent(store, plain_sql):
     ids = [store.create_project("ann", {}, f"key {number}").id for number in range(3)]
 
