@@ -135,6 +135,7 @@ class SQLiteConnection(sqlite3.Connection, Connection):
             self.execute("PRAGMA foreign_keys = ON")  # off by default
             self.execute("PRAGMA synchronous = FULL")  # NORMAL may lose commits
             self.execute("PRAGMA temp_store = MEMORY")  # a container may have no /tmp
+            self.execute("PRAGMA journal_size_limit = 4194304")  # or the -wal would never shrink
         except BaseException:
             self.close()
             raise

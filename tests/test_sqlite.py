@@ -153,6 +153,17 @@ def test_file_is_durable_and_private(store, database, plain_sql):
         assert os.stat(database + suffix).st_mode & 0o777 == 0o600
 
 
+def test_wal_that_a_long_reader_let_grow_is_small_again(store, database, plain_sql):
+    plain_sql.execute("BEGIN").execute("SELECT * FROM token")
+    for _ in range(6):
+        store.create_project("ann", {"name": "x" * 1_000_000})
+    assert os.path.getsize(f"{database}-wal") > 6_000_000
+    plain_sql.execute("COMMIT")
+    for _ in range(2):  # one writes back what is in it, and the next one begins it anew
+        store.create_project("ann", {})
+    assert os.path.getsize(f"{database}-wal") < 5_000_000
+
+
 @pytest.mark.parametrize("name", ["odd ?%20#&.db", "grün.db", "file:x?mode=ro"])
 def test_path_may_hold_any_character(tmp_path, name):
     with closing_store(str(tmp_path / name)) as store:
