@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -242,22 +242,30 @@ class SQLite(Engine):
             # rw: SQLite must not put an empty file in the place of a lost one.
             self._uri = f"{Path(self.file.path).as_uri()}?mode=rw"
 
-    def open_connection(self) -> SQLiteConnection:
-        return SQLiteConnection(self.file, self._lock, self._uri, self._busy_timeout)
+    def open_connection(self, uri: str | None = None) -> SQLiteConnection:
+        return SQLiteConnection(self.file, self._lock, uri or self._uri, self._busy_timeout)
 
     def write_lock(self) -> AbstractContextManager[None]:
         return self._lock.hold()
 
     def save(self, path: str) -> None:
-        """Copy the database to this empty file."""
+        """Copy the database to this empty file, with its present schema version."""
         # `vfs=unix`, or the copy of a database in memory would be in memory, too.
         uri = f"{Path(path).absolute().as_uri()}?vfs=unix"
-        with self.reader() as connection:  # not a writer, which would wait for others
-            try:
+        # Read-only: else SQLite deletes the file that a -journal beside the database names.
+        read_only = self._uri.replace("mode=rw", "mode=ro")
+        try:
+            with closing(self.open_connection(read_only)) as connection:
+                found, _ = inspect(connection)
+                connection.scripts_for(found, creates=False)  # raises, unless it is one of ours
                 connection.fetch("VACUUM INTO :uri", {"uri": uri})
-            except sqlite3.OperationalError as error:
-                raise_if_full(error, path)
-                raise
+        except sqlite3.Error as error:
+            raise_if_full(error, path)
+            if error.sqlite_errorname == "SQLITE_READONLY_ROLLBACK":
+                raise Unavailable("the database has a -journal: restart the service") from error
+            if outage := self.translate_error(error, may_have_committed=False):
+                raise outage from error
+            raise
 
     def is_timeout(self, error: BaseException) -> bool:
         name = getattr(error, "sqlite_errorname", "")

@@ -23,7 +23,7 @@ from engines.files import new_file
 from engines.migrations import APPLICATION_ID, SCHEMA_VERSION
 from helpers.later_release import copy_later_release
 from helpers.running import BIN, LIMIT, POINT, ROOT, closing_store, environment_of, run, wait_for
-from helpers.stores import fetch, is_sqlite
+from helpers.stores import fetch, is_sqlite, put_journal_beside
 from helpers.testservice import copy_service
 from store import KeyReused, KeySpent, Page
 
@@ -482,6 +482,14 @@ def test_file_that_appears_during_a_backup_is_not_replaced(source, file, monkeyp
 
 def refuse(*_):
     raise PermissionError(1, "Operation not permitted")  # as Linux says of FAT
+
+
+def test_file_with_a_journal_is_refused(filled, target, tmp_path):
+    file, victim = shutil.copy(filled, tmp_path), tmp_path / "another.db"
+    put_journal_beside(file, victim)
+    printed = run_command(target, "restore", file, status=1)
+    assert printed == f"Error: there is a -journal beside it: move that away: {file}\n"
+    assert victim.exists()
 
 
 def test_backup_knows_every_column(plain_sql, open_store):

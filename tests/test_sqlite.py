@@ -25,6 +25,7 @@ from helpers.stores import (
     lasts,
     listed,
     open_files,
+    put_journal_beside,
     read,
     refusal,
     result_after_unlock,
@@ -283,6 +284,18 @@ def test_database_that_another_process_creates_is_not_taken_for_a_lost_one(tmp_p
             while engine.file.path_to_create() and not creating.done():
                 pass
         creating.result(LIMIT)
+
+
+def test_backup_deletes_no_file_that_a_journal_names(store, database, tmp_path):
+    """The service itself may not delete what a backup may: other backups."""
+    victim = tmp_path / "another.db"
+    store.engine.close()
+    put_journal_beside(database, victim)
+    with fails(Unavailable, "failed: the database has a -journal: restart the service$"):
+        backup(store.engine, f"{database}-backup")
+    assert victim.exists()
+    store.check()  # which rolls back, as any other use
+    backup(store.engine, f"{database}-backup")
 
 
 @pytest.mark.parametrize("is_idle", [True, False])

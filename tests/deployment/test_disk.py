@@ -15,8 +15,6 @@ from helpers.stores import listed
 from test_backup import file, filled, run_command, source, target
 from test_sqlite import attempt
 
-# The header of a rollback journal that a killed process has left: see SQLite's file format, 3.
-HOT_JOURNAL = bytes.fromhex("d9d505f920a163d7 00000001 00000000 00000001 00000200 00001000")
 STRACE = ["strace", "-f", "-qq", "-o", os.devnull, "-e"]
 
 
@@ -101,25 +99,21 @@ def test_sorting_needs_no_disk(store, database, file, mount, tmp_path):
     run(BIN / "flask", "restore", file, environment=environment)
 
 
-@pytest.mark.parametrize(
-    "suffixes, is_restored",
-    [([""], True), (["", "-wal", "-shm"], True), (["", "-wal"], False), (["", "-journal"], False)],
-)
+@pytest.mark.parametrize("has_wal", [False, True])
 def test_plain_copy_that_cannot_be_written_to_is_restored_or_refused_with_a_hint_that_helps(
-    store, park, database, target, mount, tmp_path, suffixes, is_restored
+    store, park, database, target, mount, tmp_path, has_wal
 ):
     disk = tmp_path / "disk"
     mount(disk, "1m")
-    if "-wal" not in suffixes:
+    if not has_wal:
         store.engine.close()
-    Path(f"{database}-journal").write_bytes(HOT_JOURNAL)
-    for suffix in suffixes:
+    for suffix in ["", "-wal"][: 1 + has_wal]:
         shutil.copy(database + suffix, f"{disk}/copy.db{suffix}")
     run("mount", "-o", "remount,ro", disk)
-    printed = run_command(target, "restore", f"{disk}/copy.db", status=int(not is_restored))
-    if not is_restored:
-        hint = f"its -wal or -journal to a folder that can be written to: {disk}/copy.db\n"
-        assert printed.endswith(hint)
+    printed = run_command(target, "restore", f"{disk}/copy.db", status=int(has_wal))
+    if has_wal:
+        hint = "copy it and its -wal to a folder that can be written to"
+        assert printed == f"Error: {hint}: {disk}/copy.db\n"
         shutil.copytree(disk, tmp_path / "copies")
         printed = run_command(target, "restore", f"{tmp_path}/copies/copy.db")
     assert printed.endswith("Projects 1, tokens 0.\n")

@@ -3,9 +3,11 @@
 import json
 import os
 import sqlite3
+import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -44,6 +46,16 @@ def plain_sql_on(database):
 
 def is_sqlite(plain_sql):
     return isinstance(plain_sql, sqlite3.Connection)
+
+
+def put_journal_beside(database, victim):
+    """With a -journal that lets SQLite delete this file: its super-journal (file format, 3.1)."""
+    victim.write_text("not empty")
+    page, sector, magic = 4096, 512, bytes.fromhex("d9d505f920a163d7")
+    header = magic + struct.pack(">5I", 0, 0, os.path.getsize(database) // page, sector, page)
+    name = bytes(victim)
+    end = struct.pack(">I", 2**30 // page + 1) + name + struct.pack(">2I", len(name), sum(name))
+    Path(f"{database}-journal").write_bytes(header.ljust(sector, b"\0") + end + magic)
 
 
 def open_files():
