@@ -26,7 +26,7 @@ def new_file(path: str) -> Iterator[str]:
 
     Only its owner can read it. Raises OSError; FileExistsError if the name is taken.
     """
-    if os.path.lexists(path):  # to fail before the work; `give_name` decides
+    if os.path.lexists(path):  # to fail before the work; the link decides
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
     folder = os.path.dirname(os.path.abspath(path))
     # Named first, so that a signal that arrives as the file is created leaves nothing.
@@ -37,7 +37,7 @@ def new_file(path: str) -> Iterator[str]:
         os.close(descriptor)
         yield partial
         sync(partial)
-        give_name(partial, path)
+        os.link(partial, path)  # which replaces nothing, as a rename would
         with suppress(OSError):  # some file systems sync no folders
             sync(folder)
     finally:
@@ -53,19 +53,6 @@ def give_away(descriptor: int, folder: str | int) -> None:
         owner = os.stat(folder)
         with suppress(OSError):  # as on NFS, where root may be nobody
             os.fchown(descriptor, owner.st_uid, owner.st_gid)
-
-
-def give_name(partial: str, path: str) -> None:
-    """Raises FileExistsError rather than replace a file."""
-    try:
-        os.link(partial, path)
-    except OSError:  # the name is taken, or the file system has no links, as on a USB stick
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
-        try:
-            os.rename(partial, path)
-        except BaseException:
-            os.unlink(path)  # it is empty
-            raise
 
 
 def sync(path: str) -> None:
