@@ -5,7 +5,7 @@ import sqlite3
 import stat
 import sys
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -49,7 +49,7 @@ COUNTS = (
     "SELECT coalesce(sum(project_count), 0) FROM account",
     "SELECT count(*) FROM token",
 )
-# What commands and the log print of a backup.
+# What commands print of a backup, and the log, too, of names.
 NAMES = "SELECT name FROM account UNION SELECT account FROM token UNION SELECT account FROM project"
 NOTES = "SELECT note FROM token WHERE note IS NOT NULL"
 
@@ -191,15 +191,15 @@ def copy_file(path: str, to: str) -> None:
 
 
 def require_valid_names(source: Engine) -> None:
-    """Raises BadBackup for the name of an account, or a note, that `token create` would refuse."""
+    """Raises BadBackup for the name of an account, or a note, that `token create` cannot give."""
     with source.snapshot() as reader:
         for select, check in ((NAMES, account_name), (NOTES, check_note)):
             for (value,) in reader.fetch(select, {}):
                 text = str(value)  # the tables will refuse any other type
-                try:
-                    check(text)
-                except ValueError as error:
-                    raise BadBackup(f"`token create` would refuse {text[:300]!r}") from error
+                with suppress(ValueError):
+                    if check(text) == text:
+                        continue
+                raise BadBackup(f"`token create` would refuse or change {text[:300]!r}")
 
 
 def copy_rows(source: Engine, target: Engine) -> Sequence[int]:
@@ -227,7 +227,7 @@ def require_empty(connection: Connection) -> None:
     """Raises Unavailable if there is a row in any table."""
     for table in COLUMNS:
         if connection.fetch(f"SELECT 1 FROM {table} LIMIT 1", {}):
-            hint = "deploy/restore replaces the SQLite file of a server"
+            hint = "deploy/restore replaces an SQLite file; for PostgreSQL, see docs/postgresql.md"
             raise Unavailable(f"the database to fill is not empty; {hint}")
 
 

@@ -1,6 +1,7 @@
 """What may name an account, and what may be the note of a token.
 
-Commands and the log print both, so neither can hold a line break or an escape sequence.
+Commands print both, and the log prints names, so neither can hold a line break or an escape
+sequence.
 """
 
 import unicodedata
@@ -25,7 +26,8 @@ def account_name(text: str) -> str:
     return name
 
 
-def check_note(text: str) -> None:
-    """Raises BadNote."""
+def check_note(text: str) -> str:
+    """The note itself. Raises BadNote."""
     if not (0 < len(text) <= 100 and text.isprintable()):
         raise BadNote("A note must be 1 to 100 printable characters, without a line break.")
+    return text

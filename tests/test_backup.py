@@ -268,26 +268,30 @@ FAULTS = {
         UPDATE sqlite_schema SET sql = replace(sql, 'length', '"\x1b[2J"') WHERE name = 'i'""",
         r"unknown function: \?\[2J\(\)",
     ),
-    # What `token create` refuses, since commands and the log print it.
+    # What `token create` refuses, since commands print it.
     "line break in a name": (
         "UPDATE project SET account = 'bob' || char(10) || 'eve' WHERE account = 'bob'",
-        r"`token create` would refuse 'bob\\neve'",
+        r"`token create` would refuse or change 'bob\\neve'",
     ),
     "space after a name": (
         "UPDATE token SET account = 'ann '",
-        "`token create` would refuse 'ann '",
+        "`token create` would refuse or change 'ann '",
+    ),
+    "name that is not in NFC": (
+        "UPDATE project SET account = 'e\u0301' WHERE account = 'bob'",
+        "`token create` would refuse or change 'e\u0301'",
     ),
     "name without Projects and tokens": (
         "INSERT INTO account (name) VALUES ('\x1b[2J')",
-        r"`token create` would refuse '\\x1b\[2J'",
+        r"`token create` would refuse or change '\\x1b\[2J'",
     ),
     "line break in a note": (
         "UPDATE token SET note = 'x' || char(10) WHERE id = 2",
-        r"`token create` would refuse 'x\\n'",
+        r"`token create` would refuse or change 'x\\n'",
     ),
     "long note": (
         "UPDATE token SET note = printf('%.1000000c', 'x')",
-        f"`token create` would refuse '{'x' * 300}'",
+        f"`token create` would refuse or change '{'x' * 300}'",
     ),
 }
 
