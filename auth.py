@@ -45,7 +45,7 @@ def current_store() -> Store:
 def bearer_token(authorization: str) -> str:
     """The token in the value of the header Authorization, or "" if it holds none."""
     scheme, _, token = authorization.partition(" ")
-    # Spaces and tabs only: deploy/nginx.conf must find the same token.
+    # Spaces and tabs only: deploy/nginx.conf counts requests by the first word after the scheme.
     return token.strip(" \t") if scheme.lower() == "bearer" else ""
 
 

@@ -84,7 +84,8 @@ class Account(NamedTuple):
     name: str
     projects: int
     tokens: int
-    changed_at: int | None  # epoch milliseconds, when its Projects last changed; None: it has none
+    # Epoch milliseconds: the latest change of the Projects that it has; None: it has none.
+    changed_at: int | None
 
 
 class Token(NamedTuple):
