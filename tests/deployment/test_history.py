@@ -219,4 +219,5 @@ def test_history_on_postgresql(postgresql_to_break):
             faults = two.kill_a_worker, two.reload, terminate, crash
             calls = two.history(token, *faults)
         check(calls)
-        assert max(call.end - call.start for call in calls if call.status) < RESPONSE_TIME
+        # Each of a request's statements may wait, and the machine may be loaded.
+        assert max(call.end - call.start for call in calls if call.status) < 3 * RESPONSE_TIME
