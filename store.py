@@ -150,14 +150,15 @@ class Store:
                 use = find_key(connection, account, key)
             if use is None:
                 rows = connection.create(parameters)
-            else:
+            elif use.id is not None:
                 rows = connection.fetch(connection.GET, {"account": account, "id": use.id})
         # Only now, since an exception within the block would close the connection.
-        if use is None and not rows:
-            raise AccountFull(self._max_projects)
-        if use and use.id is None:
+        if use is None:
+            if not rows:
+                raise AccountFull(self._max_projects)
+        elif use.id is None:
             raise KeySpent
-        if use and use.fingerprint != fingerprint:
+        elif use.fingerprint != fingerprint:
             raise KeyReused
         [project] = rows
         return Project(*project)

@@ -55,7 +55,7 @@ class Connection(ABC):
 
     @abstractmethod
     def commit(self) -> None:
-        """Commit the transaction, if there is one. It is the driver's own method."""
+        """Commit the transaction, if there is one. Each engine inherits it from its driver."""
 
     @abstractmethod
     def close(self) -> None: ...
