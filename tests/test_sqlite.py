@@ -460,41 +460,34 @@ def test_half_open_breaker_admits_one_caller_in_five_seconds():
 # Faults
 
 
-def test_file_that_may_only_be_read_is_unavailable_to_writers(open_store):
+PERMISSIONS = [  # of the folder, the file, its -wal, -shm and -lock; and the outage that they mean
+    (0o711, [0o444] * 4, "read(store); write(store)", "attempt to write a readonly database: {}"),
+    (0o777, [0o666, 0o666, 0o666, 0], "write(store)", "Permission denied: {}-lock"),
+    (0o777, [0, 0o666, 0o666, 0o666], "read(store)", "Permission denied: {}"),
+    (0o777, [0o666, 0, 0o666, 0o666], "read(store)", "Permission denied: {}-wal"),
+    (0o777, [0o666, 0o666, 0, 0o666], "read(store)", "Permission denied: {}-shm"),
+    # SQLite needs a -shm there, and would say that the file is read-only.
+    (0o555, [0o444], "read(store)", "its folder cannot be written to: {}"),
+]
+
+
+@pytest.mark.parametrize("folder_mode, modes, script, reason", PERMISSIONS)
+def test_missing_permission_is_an_outage_that_is_named(
+    open_store, folder_mode, modes, script, reason
+):
     # pytest's own folders are for their owner alone.
     with TemporaryDirectory(dir="/var/tmp") as folder:
-        os.chmod(folder, 0o711)
         database = f"{folder}/gardening.db"
-        open_store(database).create_project("ann", {})
-        for suffix in ("", "-wal", "-shm", "-lock"):
-            os.chmod(database + suffix, 0o444)
-        not_as_root = "os.geteuid() or os.setuid(65534)"
-        printed = attempt(database, f"{not_as_root}; print(read(store)); write(store)")
-    reason = f"attempt to write a readonly database: {database}"
-    assert printed == f"0\nUnavailable {reason}\n"
-
-
-def test_lock_that_cannot_be_opened_is_named(open_store):
-    with TemporaryDirectory(dir="/var/tmp") as folder:
-        os.chmod(folder, 0o777)
-        database = f"{folder}/gardening.db"
-        open_store(database).engine.close()
-        os.chmod(database, 0o666)
-        os.chmod(f"{database}-lock", 0)
-        printed = attempt(database, "os.geteuid() or os.setuid(65534); write(store)")
-    assert printed == f"Unavailable Permission denied: {database}-lock\n"
-
-
-@pytest.mark.parametrize("suffix", ["", "-wal", "-shm"])
-def test_file_of_sqlite_that_may_not_be_read_is_named(open_store, suffix):
-    with TemporaryDirectory(dir="/var/tmp") as folder:
-        os.chmod(folder, 0o777)
-        database = f"{folder}/gardening.db"
-        open_store(database).create_project("ann", {})
-        for each in ("", "-wal", "-shm"):
-            os.chmod(database + each, 0o666 if each != suffix else 0)
-        printed = attempt(database, "os.geteuid() or os.setuid(65534); read(store)")
-    assert printed == f"Unavailable Permission denied: {database}{suffix}\n"
+        store = open_store(database)
+        store.create_project("ann", {})
+        if len(modes) == 1:
+            store.engine.close()  # which removes the -shm
+        for suffix, mode in zip(("", "-wal", "-shm", "-lock"), modes, strict=False):
+            os.chmod(database + suffix, mode)
+        os.chmod(folder, folder_mode)
+        printed = attempt(database, f"os.geteuid() or os.setuid(65534); {script}")
+        os.chmod(folder, 0o700)
+    assert printed == f"Unavailable {reason.format(database)}\n"
 
 
 def test_pipe_with_the_name_of_the_lock_holds_nobody_up(database, store):
@@ -518,18 +511,24 @@ def test_file_in_a_folder_that_cannot_be_written_to_is_unavailable(open_store):
     assert printed == f"Unavailable {reason}\n"
 
 
-def test_process_that_may_open_no_more_files_is_unavailable_to_writers(database):
-    no_more = "limit(resource.RLIMIT_NOFILE, os.dup(0))"
-    printed = attempt(
-        database, f"store.engine.open_database(creates=True); {no_more}; write(store)"
-    )
-    assert printed == f"Unavailable Too many open files: {database}-lock\n"
-
-
-def test_write_that_failed_before_it_was_sent_was_not_made(database, store):
-    """The connection itself met the I/O error, since SQLite cannot create the -shm."""
-    printed = attempt(database, "limit(resource.RLIMIT_FSIZE, 0); write(store)")
-    assert printed == f"Unavailable disk I/O error: {database}\n"
+@pytest.mark.parametrize(
+    "script, outage",
+    [
+        (
+            "read(store); limit(resource.RLIMIT_NOFILE, os.dup(0)); write(store)",
+            "Unavailable Too many open files: {}-lock",
+        ),
+        # The connection itself met the error, since SQLite cannot create the -shm.
+        ("limit(resource.RLIMIT_FSIZE, 0); write(store)", "Unavailable disk I/O error: {}"),
+        # As at a quota of the disk.
+        (
+            "read(store); limit(resource.RLIMIT_FSIZE, 2**15); [write(store) for _ in range(99)]",
+            "OutcomeUnknown disk I/O error (is the disk full, or a quota used up?): {}",
+        ),
+    ],
+)
+def test_limit_that_a_write_has_met_is_named(database, store, script, outage):
+    assert attempt(database, script) == f"{outage.format(database)}\n"
 
 
 @pytest.mark.parametrize("kept", [0, 100])  # bytes: none, or those of its header
