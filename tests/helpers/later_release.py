@@ -11,7 +11,11 @@ TABLE = """CREATE TABLE plot (
     PRIMARY KEY (account, id)"""
 REFERENCE = "FOREIGN KEY (account, project) REFERENCES project (account, id) ON DELETE CASCADE"
 INDEX = "CREATE INDEX plot_project ON plot (account, project)"
-SQLITE = [f"{TABLE.format('')}, {REFERENCE}) STRICT", INDEX]
+SQLITE = [
+    f"{TABLE.format('')}, {REFERENCE}) STRICT",
+    INDEX,
+    "UPDATE account SET last_seq = last_seq",  # so that a trigger of a backup would run
+]
 POSTGRESQL = [
     f"""{TABLE.format('COLLATE "C"')})""",
     # Citus wants the table to be distributed before it gets the foreign key.
