@@ -478,9 +478,12 @@ def test_file_that_appears_during_a_backup_is_not_replaced(file):
 def test_file_with_a_journal_is_refused(filled, target, tmp_path):
     file, victim = shutil.copy(filled, tmp_path), tmp_path / "another.db"
     put_journal_beside(file, victim)
-    printed = run_command(target, "restore", file, status=1)
-    assert printed == f"Error: there is a -journal beside it: move that away: {file}\n"
-    assert victim.exists()
+    link = tmp_path / "link.db"
+    link.symlink_to(file)
+    for path in (file, link):
+        printed = run_command(target, "restore", str(path), status=1)
+        assert printed == f"Error: there is a -journal beside it: move that away: {path}\n"
+        assert victim.exists()
 
 
 def test_backup_knows_every_column(plain_sql, open_store):
