@@ -313,6 +313,7 @@ def test_bad_backup_is_refused_in_one_line(filled, target, target_store, tmp_pat
     before = Path(file).read_bytes()
     output = run_command(target, "restore", file, status=1)
     assert re.fullmatch(f"Error: ({reason})[^\n]*: {file}\n", output)
+    assert not os.path.exists(target)  # or the service would start on an empty database
     target_store.engine.open_database(creates=True)
     assert everything(target_store)[1:] == ([], [])
     assert Path(file).read_bytes() == before
