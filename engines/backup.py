@@ -106,9 +106,7 @@ def restore(engine: Engine, path: str) -> Restored:
     except UnicodeDecodeError as error:  # an error of SQLite whose message is not UTF-8
         raise BadBackup(f"the backup is damaged: {path}") from error
     except (BadBackup, sqlite3.Error, engine.ERROR) as error:  # or the tables refuse a row
-        # It may quote the file, which may hold escape sequences for a terminal.
-        reason = "".join(c if c.isprintable() else "?" for c in " ".join(str(error).split()))
-        raise BadBackup(f"{reason}: {path}") from error
+        raise BadBackup(f"{error}: {path}") from error
 
 
 def write_file(source: Engine, path: str) -> Sequence[int]:

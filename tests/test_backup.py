@@ -349,9 +349,8 @@ def test_damaged_backup_is_refused_or_can_be_read(filled, tmp_path):
         with closing_store(str(tmp_path / f"{number}-restored.db")) as store:
             try:
                 restore(store.engine, str(file))
-            except BadBackup as error:
+            except BadBackup:
                 refused += 1
-                assert "\n" not in str(error)
                 continue
             for account in store.list_accounts():
                 projects = json.loads(store.list_projects(account.name).document)
