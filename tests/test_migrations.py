@@ -5,11 +5,12 @@ import shutil
 import sqlite3
 import subprocess
 from contextlib import closing
+from functools import partial
 
 import pytest
 
 from engines import migrations
-from engines.backup import COLUMNS
+from engines.backup import COLUMNS, backup
 from engines.errors import Unavailable
 from engines.migrations import SCHEMA_VERSION
 from helpers.later_release import SLOW_ON_POSTGRESQL, copy_later_release
@@ -196,7 +197,7 @@ REFUSED = [  # and the marks on SQLite and PostgreSQL
 
 @pytest.mark.parametrize(("reason", "pragma", "comment"), REFUSED)
 def test_database_that_this_release_cannot_use_is_refused_and_left_alone(
-    open_store, database, plain_sql, reason, pragma, comment
+    open_store, database, plain_sql, tmp_path, reason, pragma, comment
 ):
     open_store().create_project("ann", {})
     newer = SCHEMA_VERSION + 1
@@ -206,9 +207,11 @@ def test_database_that_this_release_cannot_use_is_refused_and_left_alone(
         plain_sql.execute(f"COMMENT ON TABLE project IS '{comment.format(newer)}'")
     before = structure(plain_sql), contents(plain_sql)
     store = store_on(database)
-    for _ in range(2):  # as if the first refusal had prepared it
-        with pytest.raises(Unavailable, match=f"^the database was {reason}") as refusal:
-            store.create_project("ann", {})
+    change = partial(store.create_project, "ann", {})
+    copy = partial(backup, store.engine, str(tmp_path / "backup.db"))
+    for use in (copy, change, change):  # the last one as if a refusal had prepared the database
+        with pytest.raises(Unavailable, match=f"the database was {reason}") as refusal:
+            use()
         assert "\n" not in str(refusal.value)
     assert (structure(plain_sql), contents(plain_sql)) == before
 
