@@ -1,26 +1,30 @@
 """A copy of an account's Projects, for a program that works offline or on several devices.
 
-Copy this file. It needs requests alone. docs/api.md has the rules that it follows.
+Copy this file. It needs Python 3.10 and requests. docs/api.md has the rules that it follows.
 """
 
 import json
 import os
-from operator import itemgetter
+from functools import reduce
+from operator import itemgetter, or_
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, TypedDict
 
 import requests
 
 Object = dict[str, Any]  # of JSON: a Project, some of its fields, or a problem document
-Answer = tuple[int | str, Object]  # the status or type that decides; the Project or the problem
-SETTABLE = ("name", "postal_code", "location")  # and what you set of a later release
+SETTABLE = ("name", "postal_code", "location")  # add what you set of a later release
 READ_ONLY = {"id": str, "created_at": int, "updated_at": int, "version": int}
 moment = itemgetter("updated_at", "version")  # of a Project: a restore may lower its version
 NO_PROJECT = "urn:gardening:no-such-project"
 SPENT = "urn:gardening:key-spent"
 FULL = "urn:gardening:account-full"
-REFUSED = (400, 412, 413, 415, 422, NO_PROJECT, SPENT, FULL)  # status or type of a problem document
-SUCCESS = {"GET": 200, "POST": 201, "PUT": 200, "DELETE": 204}
+DECISIVE = {  # by method: the status of a success, and the types and statuses of problems
+    "POST": (201, FULL, SPENT, 400, 413, 415, 422),
+    "PUT": (200, NO_PROJECT, 400, 412, 413, 415, 422),
+    "DELETE": (204, NO_PROJECT, 412),
+    "GET": (200, NO_PROJECT),
+}
 
 
 class Pending(TypedDict):
@@ -31,19 +35,11 @@ class Pending(TypedDict):
     changes: list[Any]  # the fields of each, in order; None deletes the Project
 
 
-class Outcome(NamedTuple):
-    """What became of the first change of a Project, and so of those behind it."""
-
-    found: Object  # the Project as the service has it, or a problem document; {} if it is deleted
-    left: list[Any]  # the changes that are not made
-    seen: Object | None = None  # what the user saw before these; None if they are refused
-
-
 class LocalCopy:
     """The Projects of one account, in a file. For one thread of one process.
 
-    `change` notes in `changes` what the user does. `sync` sends that, and fetches `projects`, which
-    never show what is not sent yet. What the service refuses goes into `conflicts`.
+    `change` notes what the user does, and `sync` sends it. What the service refuses goes into
+    `conflicts`, for the user to decide.
     """
 
     def __init__(self, file: Path, url: str, token: str, timeout: float = 10) -> None:
@@ -57,7 +53,7 @@ class LocalCopy:
         if address != self.url:
             raise ValueError(f"{file} is a copy of {address}")
         self.etag: str | None = saved.get("etag")  # of the list, while `projects` are that list
-        self.projects: dict[str, Object] = saved.get("projects", {})  # by id
+        self.projects: dict[str, Object] = saved.get("projects", {})  # by id, as last received
         self.changes: dict[str, Pending] = saved.get("changes", {})  # by id, or key of a new one
         self.ids: dict[str, str] = saved.get("ids", {})  # of what was created here, by key
         # Each has an `id` or key, the `changes`, and the Project or problem that was `found`.
@@ -78,21 +74,33 @@ class LocalCopy:
         os.replace(file.name, self.file)
         vars(self).update(changed)
 
+    def shown(self) -> dict[str, Object]:
+        """The Projects as the user should see them, by id, or by the key of a new one."""
+        shown = {**self.projects}
+        for ref, pending in self.changes.items():
+            before = shown.get(ref) or pending["seen"] or dict.fromkeys(SETTABLE)
+            shown[ref] = reduce(or_, filter(None, pending["changes"]), before)
+            if None in pending["changes"]:
+                del shown[ref]
+        copy: dict[str, Object] = json.loads(json.dumps(shown))
+        return copy
+
     def change(self, fields: Object | None, project: Object | str | None = None) -> str:
         """Create a Project, change one, or without fields delete one. `sync` sends it.
 
-        `project` is the Project as the user saw it; or its id or key, for the Project as it is
-        here. Returns its id, or the key of a new one.
+        `project` is the Project as the user saw it; or the id or key of one for which changes
+        wait, to add this one. Returns its id, or the key of a new one.
 
-        Raises KeyError if there is none, or if it is to be deleted; TypeError or ValueError for
-        what JSON cannot hold, such as NaN; OSError. Whatever it raises, nothing has changed.
+        Raises KeyError if none wait, or if it is to be deleted; TypeError or ValueError for what
+        JSON cannot hold, such as NaN; OSError. Whatever it raises, nothing has changed.
         """
         seen: Object | None = None
         if project is None:
             ref = os.urandom(16).hex()
         elif isinstance(project, str):
             ref = self.ids.get(project, project)
-            seen = self.changes[ref]["seen"] if ref in self.changes else self.projects[ref]
+            if ref not in self.changes:
+                raise KeyError(f"Nothing waits for {project}: pass the Project as the user saw it")
         else:
             ref, seen = project["id"], project
         # A copy, since the caller may go on to use these objects.
@@ -100,23 +108,38 @@ class LocalCopy:
         pending = self.changes.get(ref) or Pending(seen=seen, may_exist=False, changes=[])
         if None in pending["changes"]:
             raise KeyError(f"{ref} is to be deleted")
-        if seen and pending["seen"]:
-            # If the user saw an older state this time, all these changes become a conflict.
-            seen = min(seen, pending["seen"], key=moment)
         if fields is not None:
             fields = {name: value for name, value in fields.items() if name not in READ_ONLY}
-        left = [*pending["changes"], fields]
-        changes = {**self.changes, ref: {**pending, "seen": seen, "changes": left}}
-        if fields is None and not seen and not pending["may_exist"]:
-            del changes[ref]  # nobody has heard of it
-        self.save(changes=changes)
+        changes, conflicts = {**self.changes}, self.conflicts
+        if seen and pending["seen"] and moment(seen) < moment(pending["seen"]):
+            # The user has not seen what the others go on from.
+            conflicts = self._with_conflict(ref, [fields], pending["seen"])
+        elif fields is None and not pending["seen"] and not pending["may_exist"]:
+            changes.pop(ref, None)  # nobody has heard of it
+        else:
+            changes[ref] = {**pending, "changes": [*pending["changes"], fields]}
+        # Without the ETag, the next list is whole, and decides a deletion.
+        self.save(etag=None, changes=changes, conflicts=conflicts)
         return ref
+
+    def take_back(self, ref: str) -> None:
+        """Forget what waits for this id or key. If a `sync` has failed, it may have been made."""
+        changes = {**self.changes}
+        del changes[self.ids.get(ref, ref)]
+        self.save(changes=changes)
+
+    def drop(self, conflict: Object) -> None:
+        """Forget one of `conflicts`, since the user has decided it."""
+        conflicts = [*self.conflicts]
+        conflicts.remove(conflict)
+        self.save(conflicts=conflicts)
 
     def sync(self) -> None:
         """Send the changes, then fetch the list.
 
         Raises requests.RequestException if a response is missing, and OSError if the file cannot be
-        written: call it again later. A new Project for which there is no room waits.
+        written: call it again later. A new Project for which there is no room waits, and so does a
+        deletion until a list lacks the Project.
         """
         failure = None
         for ref in [*self.changes]:
@@ -124,81 +147,80 @@ class LocalCopy:
                 while ref in self.changes and self._send(ref):
                     ref = self.ids.get(ref, ref)  # a new Project has an id by now
             except requests.RequestException as error:
-                is_silent = isinstance(error, (requests.ConnectionError, requests.Timeout))
-                if is_silent or getattr(error.response, "status_code", None) in (401, 429):
-                    raise  # the others would meet that as well
                 failure = error
+                if error.response is None:
+                    self._request("GET", "?size=1")  # raises if that meets silence, too
+                elif error.response.status_code in (401, 429):
+                    raise  # the others would meet that as well
         self._fetch()
         if failure:
             raise failure
 
     def _send(self, ref: str) -> bool:
-        """Send the first change of a Project. Returns whether it is decided."""
+        """Send the first change of a Project. Returns whether the next one can be sent."""
         seen, changes = self.changes[ref]["seen"], self.changes[ref]["changes"]
-        outcome = self._change(seen, *changes) if seen else self._create(ref, *changes)
-        if outcome:
-            self._file(ref, outcome)
-        return outcome is not None
+        return self._change(seen, *changes) if seen else self._create(ref, *changes)
 
-    def _create(self, key: str, fields: Object, *later: Object | None) -> Outcome | None:
-        """Returns None if there is no room for it yet."""
+    def _create(self, key: str, fields: Object, *later: Object | None) -> bool:
         before, headers = self.changes, {"Idempotency-Key": key}
         self.save(changes={**before, key: {**before[key], "may_exist": True}})
-        verdict, found = self._call("POST", "", fields, json=fields, headers=headers)
-        if verdict == FULL:
-            # This request has created nothing, but an earlier one may still arrive.
-            self.save(changes=before)
-            return None
+        entered = dict.fromkeys(SETTABLE) | fields | {"version": 1}
+        or_later = before[key]["may_exist"]  # since others may have changed it meanwhile
+        verdict, found = self._call("POST", "", entered, or_later, json=fields, headers=headers)
         if verdict == 201:
             # The user saw what they entered, and nothing that others have changed since.
-            first = {"version": 1, "updated_at": found["created_at"]}
-            seen = found | dict.fromkeys(SETTABLE) | fields | first
-            return Outcome(found, [*later], seen)
-        if None in later or (verdict == SPENT and not later):
-            return Outcome({}, [])
-        return Outcome(found, [fields, *later])
-
-    def _change(self, seen: Object, fields: Object | None, *later: Object | None) -> Outcome:
-        """Change or delete a Project, unless it is no longer what the user saw."""
-        path = f"/{seen['id']}"
-        headers = {"If-Match": f'"{seen["version"]}-{seen["updated_at"]}"'}
-        if fields is None:
-            verdict, found = self._call("DELETE", path, {}, headers=headers)
+            self._made(key, found, found | entered | {"updated_at": found["created_at"]})
+        elif verdict == FULL:
+            # This request has created nothing, but an earlier one may still arrive.
+            self.save(changes=before)
+        elif verdict == SPENT and (not later or None in later):
+            self.take_back(key)
         else:
-            after = fields | {"id": seen["id"], "version": seen["version"] + 1}
-            verdict, found = self._call("PUT", path, after, json=fields, headers=headers)
+            self._refused(key, found)
+        return verdict == 201
+
+    def _change(self, seen: Object, fields: Object | None, *later: Object | None) -> bool:
+        """Change or delete a Project, unless it is no longer what the user saw."""
+        id, headers = seen["id"], {"If-Match": f'"{seen["version"]}-{seen["updated_at"]}"'}
+        wanted = {"id": id} | {name: seen.get(name) for name in SETTABLE} | (fields or {})
+        after = wanted | {"version": seen["version"] + 1}
+        if fields is None:
+            verdict, found = self._call("DELETE", f"/{id}", {}, headers=headers)
+        else:
+            verdict, found = self._call("PUT", f"/{id}", after, json=fields, headers=headers)
         is_made = verdict == 200
         if verdict == 412:
-            verdict, found = self._call("GET", path, {"id": seen["id"]})
+            verdict, found = self._call("GET", f"/{id}", {"id": id})
             # If all is as the user wanted it, the change was made, and its response was lost.
-            wanted = {name: seen.get(name) for name in SETTABLE} | (fields or {})
             is_as_wanted = is_project(found, wanted) and moment(found) > moment(seen)
             is_made = is_as_wanted and fields is not None
         if is_made:
-            return Outcome(found, [*later], seen=found)
-        if verdict == 204 or (verdict == NO_PROJECT and None in (fields, *later)):
-            return Outcome({}, [])
-        return Outcome(found, [fields, *later])
+            self._made(id, found, found)
+        elif verdict != 204 and not (verdict == NO_PROJECT and None in (fields, *later)):
+            self._refused(id, found)
+        return is_made
 
-    def _file(self, ref: str, outcome: Outcome) -> None:
-        """Take the first change of a Project out, and put each thing where it belongs."""
-        found, left, seen = outcome
-        projects, changes, ids = {**self.projects}, {**self.changes}, {**self.ids}
-        conflicts = self.conflicts
-        del changes[ref]
-        if is_project(found):
-            projects[found["id"]] = found
-            if found["id"] != ref:
-                ids[ref] = found["id"]
-        elif not found:
-            projects.pop(ref, None)
-        if left and seen and seen["id"] not in changes:
-            changes[seen["id"]] = Pending(seen=seen, may_exist=True, changes=left)
+    def _made(self, ref: str, found: Object, seen: Object) -> None:
+        """Go on from what the user has seen by now."""
+        id, changes, conflicts = found["id"], {**self.changes}, self.conflicts
+        left = changes.pop(ref)["changes"][1:]
+        if left and id in changes:
+            # The user has also changed the new Project as it came with the list.
+            conflicts = self._with_conflict(ref, left, found)
         elif left:
-            # Refused; or the user has also changed a new Project as it came with the list.
-            conflicts = [*conflicts, {"id": ref, "changes": left, "found": found}]
+            changes[id] = Pending(seen=seen, may_exist=True, changes=left)
+        projects = {**self.projects, id: found}
+        ids = self.ids if id in self.changes else {**self.ids, ref: id}
         # From now on, `projects` are not the list of any ETag.
         self.save(etag=None, projects=projects, changes=changes, ids=ids, conflicts=conflicts)
+
+    def _refused(self, ref: str, found: Object) -> None:
+        changes = {**self.changes}
+        conflicts = self._with_conflict(ref, changes.pop(ref)["changes"], found)
+        self.save(changes=changes, conflicts=conflicts)
+
+    def _with_conflict(self, ref: str, changes: list[Any], found: Object) -> list[Object]:
+        return [*self.conflicts, {"id": ref, "changes": changes, "found": found}]
 
     def _fetch(self) -> None:
         """Fetch the list, unless it is the one that is here."""
@@ -209,20 +231,31 @@ class LocalCopy:
         is_list = isinstance(found, list) and all(map(is_project, found))
         if response.status_code != 200 or not is_list or not etag:
             raise requests.HTTPError(f"{response} decides nothing", response=response)
-        self.save(etag=etag, projects={project["id"]: project for project in found})
+        projects = {project["id"]: project for project in found}
+        changes = {**self.changes}
+        for ref, pending in self.changes.items():
+            if pending["seen"] and None in pending["changes"] and ref not in projects:
+                del changes[ref]  # deleted, by whomever
+        self.save(etag=etag, projects=projects, changes=changes)
 
-    def _call(self, method: str, path: str, shown: Object, **options: Any) -> Answer:
-        """Raises requests.RequestException if nothing came, or nothing that decides."""
+    def _call(
+        self, method: str, path: str, shown: Object, or_later: bool = False, **options: Any
+    ) -> tuple[int | str, Object]:
+        """The status or type that decides, and the Project or problem that came with it.
+
+        A success has to show these members, or a later version. Raises requests.RequestException
+        if nothing came, or nothing that decides.
+        """
         response, found = self._request(method, path, **options)
         status, media_type = response.status_code, response.headers.get("Content-Type", "")
-        if method == "POST" and is_project(found) and found["version"] > 1:
-            shown = {}  # it was created by an earlier request, and others have changed it since
-        if status == SUCCESS[method] and (method == "DELETE" or is_project(found, shown)):
+        success, *problems = DECISIVE[method]
+        if or_later and is_project(found) and found["version"] > shown["version"]:
+            shown = {}
+        if status == success and (method == "DELETE" or is_project(found, shown)):
             return status, found or {}
         is_problem = media_type.startswith("application/problem+json") and isinstance(found, dict)
-        verdicts = (found.get("type"), status) if is_problem else ()
-        for verdict in verdicts:
-            if verdict in REFUSED:
+        for verdict in (found.get("type"), status) if is_problem else ():
+            if verdict in problems:
                 return verdict, found
         raise requests.HTTPError(f"{response} decides nothing", response=response)
 
@@ -237,7 +270,10 @@ class LocalCopy:
 
 class Session(requests.Session):
     def get_redirect_target(self, resp: requests.Response) -> None:
-        """None: a redirect would take the token elsewhere, and turn a PUT into a GET."""
+        """None: a redirect would take the token elsewhere, and turn a PUT into a GET.
+
+        With `allow_redirects=False`, requests still parses a Location, which may be no address.
+        """
 
 
 def is_project(found: Any, shown: Object | None = None) -> bool:

@@ -24,12 +24,19 @@ class Odd(NamedTuple):
     is_passed_on: bool = False  # whether the service gets the request all the same
 
 
+def problem(status: int, type: str = "about:blank") -> Odd:
+    return Odd(status, PROBLEM, json.dumps({"type": type, "status": status}))
+
+
 CUT = Odd(0, is_passed_on=True)  # half of the service's response
 TRANSFORMED = Odd(203, is_passed_on=True)  # all of it (RFC 9110 15.3.4)
 MIXED_UP = Odd(1, is_passed_on=True)  # a success of the same method, but of another request
 LATE = Odd(2)  # none: the request reaches the service after it was repeated
+RESET = Odd(3)  # none
 PAGE = "<html>Blocked</html>"
 FIREWALL = Odd(403, body=PAGE)
+PORTAL = Odd(204)
+GONE = problem(404, "urn:gardening:no-such-project")  # of another request
 NO_PROJECTS = [  # each would be a Park, but for one member
     json.dumps({"id": "1", "created_at": 1, "updated_at": 1, "version": 1, "name": "Park"} | wrong)
     for wrong in ({"id": []}, {"id": "\ud800"}, {"updated_at": None}, {"version": True})
@@ -46,10 +53,7 @@ IN_PLACE = [
     *(Odd(200, JSON, f"[{body}]", etag='"1"') for body in NO_PROJECTS),
     Odd(200, JSON, "[]", etag="\xa0"),  # which is no ETag, and which requests would not send back
     *(Odd(status, JSON, '{"error": "no"}') for status in (403, 404, 409, 412, 422, 500)),
-    *(
-        Odd(status, PROBLEM, json.dumps({"type": "about:blank", "status": status}))
-        for status in (403, 404, 405, 409, 500)
-    ),
+    *map(problem, (403, 404, 405, 409, 500)),
     Odd(409, PROBLEM, '{"type": []}'),
 ]
 TOO_DEEP = [Odd(status, JSON, 200_000 * "[", etag='"1"') for status in (200, 201)]  # for Python
@@ -84,6 +88,7 @@ def odd_proxy(upstream: str, choose: Choice, link: str | None = None) -> Iterato
             odd = choose(self.command, body)
             if odd == LATE:
                 late.append(request)
+            if odd in (LATE, RESET):
                 return
             if odd is None or odd.is_passed_on:
                 try:
