@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from gunicorn.workers.gthread import STOP_KEEPALIVE_LINGER
 
 from helpers.openapi import HELLO
 from helpers.running import (
@@ -55,7 +56,8 @@ def test_environment_sets_the_address(environment):
     assert settings["bind"] == "['127.0.0.1:8000']"
     # What the pages say of it, and no request shows.
     assert (settings["threads"], settings["keepalive"]) == ("2", "75")
-    assert "keepalive_timeout 60s;" in (ROOT / "deploy/nginx.conf").read_text()  # less
+    assert "keepalive_timeout 1s;" in (ROOT / "deploy/nginx.conf").read_text()
+    assert STOP_KEEPALIVE_LINGER == 2  # seconds, so nginx closes first, at a restart, too
     assert settings["control_socket_disable"] == "True"
     for empty in ("", " "):
         assert set_up(environment, GARDENING_BIND=empty, PORT=empty) == settings
