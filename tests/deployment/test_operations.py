@@ -1033,10 +1033,10 @@ def test_old_machine_stops_for_good_with_a_last_backup(machine, no_backups):
         machine.paste("systemctl enable --now gardening gardening-backup.timer")
 
 
-def test_service_that_was_killed_is_started_again(machine):
+def test_service_that_was_killed_refuses_requests_until_it_is_started_again(machine):
     killed = main_pid(machine)
     assert killed != "0"  # which would be the tests themselves
-    machine.paste(f"kill -KILL {killed}")
+    machine.paste(f"kill -KILL {killed}; while curl -s {SOCKET}/health; do :; done")
     wait_for(lambda: main_pid(machine) not in ("0", killed))
     machine.paste("systemctl start gardening")  # waits until it responds
     machine.paste(block("Health").splitlines()[0])
