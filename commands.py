@@ -130,7 +130,7 @@ def revoke_token(id: int | None, account: str | None, expired: bool) -> None:
 
 @account_commands.command("list")
 def list_accounts() -> None:
-    """Show every account, its numbers of Projects and tokens, and its Projects' latest change."""
+    """Show every account, how many Projects and tokens it has, and when a Project last changed."""
     accounts = current_store().list_accounts()
     line = "{:>8}  {:>6}  {:16}  {}"
     click.echo(line.format("PROJECTS", "TOKENS", "CHANGED (UTC)", "ACCOUNT"))

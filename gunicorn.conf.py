@@ -36,10 +36,10 @@ if "WEB_CONCURRENCY" not in os.environ:  # which gunicorn reads by itself
 elif int(os.environ["WEB_CONCURRENCY"]) == 0:  # gunicorn would start, and serve no connection
     sys.exit("Error: WEB_CONCURRENCY must be a whole number, 1 or more")
 # A write that waits for the disk or a lock leaves one thread for others, and two such writes none.
-# With more (see deploy/gardening.env), all contend for the interpreter, and a mix gets no faster.
+# With more (see deploy/gardening.env), all contend for the interpreter, and reads get slower.
 threads = 2
-# A name server that is silent is given up, as a silent host of a database is. By itself, glibc
-# would hold up a thread for 10 s for each host that a URL names. See resolv.conf(5).
+# Give up on a silent name server after a second. By itself, glibc would hold up a thread for 10 s
+# for each host that a URL names. See resolv.conf(5).
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 keepalive = 75  # seconds, longer than the proxy's, so that the proxy closes first
 # gunicorn would take SCRIPT_NAME from a proxy, which may pass on a client's.
@@ -61,7 +61,7 @@ with suppress(OSError):  # standard output may be closed
     # journald adds the time by itself (systemd.exec(5), JOURNAL_STREAM).
     if os.environ.get("JOURNAL_STREAM") != f"{output.st_dev}:{output.st_ino}":
         access_log_format = f"%(time)s {access_log_format}"
-# UTC in the other lines: gunicorn and Flask each have formatters of their own, but one class.
+# UTC in all other lines, too: gunicorn's and Flask's formatters share this class.
 logging.Formatter.converter = time.gmtime
 
 

@@ -1,7 +1,7 @@
 """What the log shows of a request: no query, which may hold anything, and nothing that ends a line.
 
-gunicorn.conf.py imports this file, which imports none of ours: that would outlive a reload, by
-SIGHUP.
+gunicorn's main process imports this file, so after a SIGHUP the workers still have the old one. It
+imports no other module of ours, or those would stay old, too.
 """
 
 from string import punctuation

@@ -1,4 +1,4 @@
-"""Turns every error into a problem document (RFC 9457), and logs the service's own."""
+"""Turns every error into a problem document (RFC 9457), and logs the service's faults."""
 
 import json
 from collections.abc import Iterable, Mapping

@@ -18,7 +18,7 @@ from store import Page, Precondition
 MAX_BODY = 64 * 1024  # bytes; the longest texts, all of them escaped, take 4 KB
 # Werkzeug silently cuts a chunked body off here. With one byte more, read_body notices.
 MAX_CONTENT_LENGTH = MAX_BODY + 1
-# The fields of an object, or the parameters of a query, at most. A response names each wrong one:
+# The most fields of an object, or parameters of a query. A response names each wrong one:
 # for thousands, that would take a hundred times as long as reading a Project.
 MAX_FIELDS = 100
 

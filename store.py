@@ -84,7 +84,7 @@ class Account(NamedTuple):
     name: str
     projects: int
     tokens: int
-    # Epoch milliseconds: the latest change of the Projects that it has; None: it has none.
+    # When one of its present Projects last changed, in epoch milliseconds. None: it has none.
     changed_at: int | None
 
 

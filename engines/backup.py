@@ -4,8 +4,8 @@ import os
 import sqlite3
 import stat
 import sys
-from collections.abc import Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -49,7 +49,7 @@ COUNTS = (
     "SELECT coalesce(sum(project_count), 0) FROM account",
     "SELECT count(*) FROM token",
 )
-# What commands print of a backup, and the log, too, of names.
+# The names and notes in a backup. Commands print both, and the log prints names.
 NAMES = "SELECT name FROM account UNION SELECT account FROM token UNION SELECT account FROM project"
 NOTES = "SELECT note FROM token WHERE note IS NOT NULL"
 
@@ -146,7 +146,7 @@ def open_backup(path: str) -> sqlite3.Connection:
     if not stat.S_ISREG(os.stat(path).st_mode):  # SQLite would wait for the writer of a pipe
         raise BadBackup("not a regular file")
     path = os.path.realpath(path)  # which has the -wal beside it
-    # SQLite would delete the file that it names. No backup has one.
+    # It may name another file, which SQLite would then delete. No backup has one.
     if os.path.lexists(f"{path}-journal"):
         raise BadBackup("there is a -journal beside it: move that away")
     uri = f"{Path(path).as_uri()}?mode=ro"
@@ -194,10 +194,16 @@ def require_valid_names(source: Engine) -> None:
         for select, check in ((NAMES, account_name), (NOTES, check_note)):
             for (value,) in reader.fetch(select, {}):
                 text = str(value)  # the tables will refuse any other type
-                with suppress(ValueError):
-                    if check(text) == text:
-                        continue
-                raise BadBackup(f"`token create` would refuse or change {text[:300]!r}")
+                if not is_kept(check, text):
+                    raise BadBackup(f"`token create` would refuse or change {text[:300]!r}")
+
+
+def is_kept(check: Callable[[str], str], text: str) -> bool:
+    """Whether the rule takes the text, and as it is."""
+    try:
+        return check(text) == text
+    except ValueError:
+        return False
 
 
 def copy_rows(source: Engine, target: Engine) -> Sequence[int]:

@@ -345,7 +345,7 @@ class PostgreSQL(Engine):
         return connection
 
     def _open(self) -> PostgreSQLConnection:
-        # Its own, since another thread may change the order of the hosts meanwhile.
+        # Read once: another thread may change the order of the hosts meanwhile.
         started, parameters = time.monotonic(), self._parameters
         try:
             connection = self._connection_class.connect(

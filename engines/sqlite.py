@@ -249,10 +249,11 @@ class SQLite(Engine):
         return self._lock.hold()
 
     def save(self, path: str) -> None:
-        """Copy the database to this empty file, with its present schema version."""
+        """Copy the database to this empty file, without migrating it."""
         # `vfs=unix`, or the copy of a database in memory would be in memory, too.
         uri = f"{Path(path).absolute().as_uri()}?vfs=unix"
-        # Read-only: else SQLite deletes the file that a -journal beside the database names.
+        # Read-only, since the nightly backup may delete other backups: SQLite would delete whatever
+        # a -journal beside the database names.
         read_only = self._uri.replace("mode=rw", "mode=ro")
         try:
             with closing(self.open_connection(read_only)) as connection:

@@ -176,7 +176,7 @@ def test_service_that_is_stopped_leaves_nothing_beside_a_replaced_file(
 
 
 def test_reload_serves_the_code_of_the_next_release(environment, tmp_path):
-    """The master, which outlives the reload, has imported nothing of the last one."""
+    """The master, which outlives the reload, has imported nothing of the last one but logged.py."""
     copy_service(tmp_path)
     with gunicorn(environment, f"--chdir={tmp_path}") as (process, port):
 

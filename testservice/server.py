@@ -34,7 +34,7 @@ class Server(ThreadWorker):
 
     def __init__(self, listener: socket.socket) -> None:
         config = Config()
-        # To run the file also sets RES_OPTIONS, and UTC in the log.
+        # Running the file also sets RES_OPTIONS, and UTC for the log.
         settings = runpy.run_path(str(SETTINGS)) | {
             "threads": 200,  # one starts only when all others are busy
             "accesslog": None,
