@@ -5,8 +5,7 @@ Copy this file. It needs Python 3.10 and requests. docs/api.md has the rules tha
 
 import json
 import os
-from functools import reduce
-from operator import itemgetter, or_
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -78,10 +77,13 @@ class LocalCopy:
         """The Projects as the user should see them, by id, or by the key of a new one."""
         shown = {**self.projects}
         for ref, pending in self.changes.items():
-            before = shown.get(ref) or pending["seen"] or dict.fromkeys(SETTABLE)
-            shown[ref] = reduce(or_, filter(None, pending["changes"]), before)
             if None in pending["changes"]:
-                del shown[ref]
+                shown.pop(ref, None)
+                continue
+            project = shown.get(ref) or pending["seen"] or dict.fromkeys(SETTABLE)
+            for fields in pending["changes"]:
+                project = project | fields
+            shown[ref] = project
         copy: dict[str, Object] = json.loads(json.dumps(shown))
         return copy
 
@@ -149,6 +151,7 @@ class LocalCopy:
             except requests.RequestException as error:
                 failure = error
                 if error.response is None:
+                    self.changes[ref] = self.changes.pop(ref)  # the last one next time
                     self._request("GET", "?size=1")  # raises if that meets silence, too
                 elif error.response.status_code in (401, 429):
                     raise  # the others would meet that as well
@@ -239,19 +242,19 @@ class LocalCopy:
         self.save(etag=etag, projects=projects, changes=changes)
 
     def _call(
-        self, method: str, path: str, shown: Object, or_later: bool = False, **options: Any
+        self, method: str, path: str, expected: Object, or_later: bool = False, **options: Any
     ) -> tuple[int | str, Object]:
         """The status or type that decides, and the Project or problem that came with it.
 
-        A success has to show these members, or a later version. Raises requests.RequestException
+        A success has to show what is expected, or a later version. Raises requests.RequestException
         if nothing came, or nothing that decides.
         """
         response, found = self._request(method, path, **options)
         status, media_type = response.status_code, response.headers.get("Content-Type", "")
         success, *problems = DECISIVE[method]
-        if or_later and is_project(found) and found["version"] > shown["version"]:
-            shown = {}
-        if status == success and (method == "DELETE" or is_project(found, shown)):
+        if or_later and is_project(found) and found["version"] > expected["version"]:
+            expected = {}
+        if status == success and (method == "DELETE" or is_project(found, expected)):
             return status, found or {}
         is_problem = media_type.startswith("application/problem+json") and isinstance(found, dict)
         for verdict in (found.get("type"), status) if is_problem else ():
@@ -276,7 +279,8 @@ class Session(requests.Session):
         """
 
 
-def is_project(found: Any, shown: Object | None = None) -> bool:
+def is_project(found: Any, expected: Object | None = None) -> bool:
     """Whether this is a Project, and has these members."""
     is_one = isinstance(found, dict) and all(type(found.get(n)) is READ_ONLY[n] for n in READ_ONLY)
-    return is_one and found["id"].isalnum() and found | (shown or {}) == found
+    # The id becomes a part of a path.
+    return is_one and found["id"].isalnum() and found | (expected or {}) == found
