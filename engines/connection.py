@@ -5,7 +5,7 @@ from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Any
 
-from engines.errors import Unavailable
+from engines.errors import HOW_TO_BEGIN, Unavailable
 from engines.migrations import EMPTY, SCHEMA_VERSION, Migrations, incompatibility
 
 Parameters = dict[str, Any]  # of a statement, by name
@@ -93,8 +93,7 @@ class Connection(ABC):
         """
         if version == EMPTY:
             if not creates:
-                hint = "restore a backup, or run `init-db` for an empty database"
-                raise Unavailable(f"the database has no tables: {hint}")
+                raise Unavailable(f"the database has no tables: {HOW_TO_BEGIN}")
             return [Path(__file__).with_name(self.SCHEMA).read_text()]
         if reason := incompatibility(version):
             raise Unavailable(f"the database was {reason}")

@@ -1,5 +1,7 @@
 """What an engine raises for an outage."""
 
+HOW_TO_BEGIN = "restore a backup, or run `init-db` for an empty database"
+
 
 class Unavailable(Exception):
     """The database is locked, full or out of reach.

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
-from engines.errors import OutcomeUnknown, Unavailable
+from engines.errors import HOW_TO_BEGIN, OutcomeUnknown, Unavailable
 
 POLL_INTERVAL = 0.0002  # seconds between two attempts to acquire an flock
 FileID = tuple[int, int] | None  # device and inode; None: no file was seen yet
@@ -111,8 +111,7 @@ class DatabaseFile:
             if stat.S_ISDIR(found.st_mode):
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         except FileNotFoundError:
-            hint = "restore a backup, or run `init-db` for an empty database"
-            missing = f"no database at {self.path}: {hint}"
+            missing = f"no database at {self.path}: {HOW_TO_BEGIN}"
             removed = f"the database file was removed: {self.path}"
             raise outage(removed if self._id else missing) from None
         except OSError as error:
