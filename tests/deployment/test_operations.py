@@ -260,6 +260,7 @@ def test_unit_cannot_ask_systemd_to_run_another_one(machine):
     """Which would have no restrictions, and could outlive the service."""
     machine.paste("systemctl start dbus")
     machine.paste(f"{OTHER_UNIT} ls /run/dbus/", status=2)
+    machine.paste(f"{OTHER_UNIT} ls /dev/pts/", status=2)  # nor write to a terminal of root's
     assert machine.paste("getent passwd gardening").split(":")[5] == "/nonexistent"
 
 
@@ -493,7 +494,8 @@ HEALTH = "/opt/gardening/deploy/health"
 def socket_at(machine, address):
     """The service, started again, with what the first lines of the unit say of another address."""
     folder = "/etc/systemd/system/gardening.socket.d"
-    restart = "systemctl daemon-reload; systemctl stop gardening; systemctl start gardening"
+    command = re.findall("(?m)^#     (systemctl .*)", (DEPLOY / "gardening.socket").read_text())
+    restart = f"systemctl daemon-reload; {command[0]}"
     machine.paste(f"mkdir {folder}")
     change = f"[Socket]\nListenStream=\nListenStream={address}\n"
     machine.paste(f"cat >{folder}/address.conf; {restart} || true", input=change)
@@ -943,7 +945,7 @@ def test_restore_that_loses_its_terminal_is_done_or_leaves_the_old_database(
     machine.paste("systemctl start gardening-backup")
     add_project(machine, empty_account, "Wood")
     machine.paste(f"sleep 1.1; (echo {RESTORE}; {end.replace('$0', '0.7')}; true")
-    ends = "! pgrep -f '^/bin/sh /opt/gardening/deploy/restore'"
+    ends = "! pgrep -f '^/bin/bash /opt/gardening/deploy/restore'"
     ends += " && ! systemctl list-units --no-legend 'gardening-*-20*' | grep -q ."
     machine.paste(f"until {ends}; do sleep 0.1; done; {HEALTH}")
     assert names(machine, empty_account) in (["Park"], ["Park", "Wood"])
