@@ -102,7 +102,7 @@ def test_compose_file_confines_the_service_and_fits_the_image():
     assert service["read_only"] and service["tmpfs"] == ["/tmp"]
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
-    volume, _ = service["volumes"]
+    [volume] = service["volumes"]
     assert (volume["type"], volume["target"]) == ("volume", "/data")
     assert " GARDENING_DATABASE=/data/gardening.db     TMPDIR=/data " in DOCKERFILE
     [port] = service["ports"]
