@@ -57,8 +57,11 @@ def read_query() -> dict[str, str]:
 def read_key() -> str | None:
     """The Idempotency-Key (draft-ietf-httpapi-idempotency-key-header), if any."""
     key = request.headers.get("Idempotency-Key")
-    if key is not None and not re.fullmatch("[ -~]{1,255}", key):
-        raise http.BadRequest("An Idempotency-Key is 1 to 255 printable ASCII characters.")
+    # A server joins two lines of this header with a comma. That is another key than that of one
+    # line, with which a repetition would create a second Project.
+    if key is not None and ("," in key or not re.fullmatch("[ -~]{1,255}", key)):
+        characters = "1 to 255 printable ASCII characters without a comma"
+        raise http.BadRequest(f"Send one Idempotency-Key, of {characters}.")
     return key
 
 

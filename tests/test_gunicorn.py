@@ -331,6 +331,24 @@ def test_unread_body_leaves_the_connection_usable_or_announces_its_end(
                 assert receive(stream)[0] == 200
 
 
+def test_key_in_two_header_lines_is_refused(shared):
+    """They arrive as one, joined by a comma, and a repetition with one line has another key."""
+    token = token_on(shared.database, "of two lines")
+    with Client(shared.port, token) as client:
+        client.putrequest("POST", PROJECTS)
+        for name, value in [
+            *client.authorization.items(),
+            ("Content-Type", "application/json"),
+            ("Content-Length", "2"),
+            *[("Idempotency-Key", "k")] * 2,
+        ]:
+            client.putheader(name, value)
+        client.endheaders(b"{}")
+        response = client.getresponse()
+        assert (response.status, response.read().count(b"without a comma")) == (400, 1)
+        assert client.call("GET", PROJECTS) == (200, [])
+
+
 class Timed(NamedTuple):
     """A call, and when it started after the lock."""
 
