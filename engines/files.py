@@ -26,7 +26,7 @@ def new_file(path: str) -> Iterator[str]:
 
     Only its owner can read it. Raises OSError; FileExistsError if the name is taken.
     """
-    if os.path.lexists(path):  # to fail before the work; the link decides
+    if os.path.lexists(path):  # to fail before the work; `give_name` decides
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
     folder = os.path.dirname(os.path.abspath(path))
     # Named first, so that a signal that arrives as the file is created leaves nothing.
@@ -37,7 +37,7 @@ def new_file(path: str) -> Iterator[str]:
         os.close(descriptor)
         yield partial
         sync(partial)
-        os.link(partial, path)  # which replaces nothing, as a rename would
+        give_name(partial, path)
         with suppress(OSError):  # some file systems sync no folders
             sync(folder)
     finally:
@@ -45,6 +45,20 @@ def new_file(path: str) -> Iterator[str]:
         for leftover in (partial, f"{partial}-journal"):  # SQLite leaves the latter on a full disk
             with suppress(OSError):
                 os.unlink(leftover)
+
+
+def give_name(partial: str, path: str) -> None:
+    """Raises FileExistsError if the name is taken: a rename alone would replace that file."""
+    try:
+        os.link(partial, path)
+    except OSError:  # the name is taken; or there are no links, as on exFAT and some network disks
+        # If the process is killed here, this empty file is left. A restore and a start refuse it.
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
+        try:
+            os.rename(partial, path)
+        except BaseException:
+            os.unlink(path)
+            raise
 
 
 def give_away(descriptor: int, folder: str | int) -> None:
