@@ -92,7 +92,7 @@ class DatabaseFile:
         # SQLite puts its own files beside the file that a link leads to.
         self.target = os.path.realpath(self.path)
         self.folder = os.path.dirname(self.target)
-        self._wal = f"{self.target}-wal"
+        self._wal, self._journal = f"{self.target}-wal", f"{self.target}-journal"
         self._id: FileID = None
         with suppress(Unavailable):  # the first use will say what is wrong
             self.check_identity()
@@ -104,13 +104,14 @@ class DatabaseFile:
         """
         if self._id:
             return None
-        # In this order, since a process that creates the two makes the file first.
-        has_wal = os.path.exists(self._wal)
+        # In this order, since a process that creates all of them makes the database first.
+        others = [path for path in (self._wal, self._journal) if os.path.lexists(path)]
         if os.path.exists(self.path):
             return None
-        if has_wal:
-            # SQLite would delete it, and with it the last writes that were acknowledged.
-            raise Unavailable(f"{self._wal} has no database beside it; move it away first")
+        if others:
+            # SQLite would delete a -wal, and with it the last writes that were acknowledged. A
+            # -journal, which anybody may have made up, it would copy into the new file.
+            raise Unavailable(f"{others[0]} has no database beside it; move it away first")
         if os.path.islink(self.path):  # to a disk that is not mounted, perhaps
             raise Unavailable(f"a link that leads to no file: {self.path}")
         return self.path

@@ -257,15 +257,20 @@ def test_python_whose_sqlite_is_too_old_is_refused(monkeypatch):
         create_app({"DATABASE": ":memory:"})
 
 
+@pytest.mark.parametrize("suffix", ["-wal", "-journal"])
 @pytest.mark.parametrize("name", ["gardening.db", "link.db"])
-def test_wal_without_its_database_is_not_thrown_away(database, backup_file, name):
-    Path(f"{database}-wal").write_text("acknowledged")
+def test_file_of_a_missing_database_is_neither_thrown_away_nor_used(
+    database, backup_file, name, suffix
+):
+    """The -wal may hold acknowledged writes, and the -journal what somebody else made up."""
+    Path(f"{database}{suffix}").write_text("acknowledged")
     Path(database).with_name("link.db").symlink_to(database)
     engine = SQLite(str(Path(database).with_name(name)))
     for use in (lambda: engine.open_database(creates=True), lambda: restore(engine, backup_file)):
-        with pytest.raises(Unavailable, match="has no database beside it; move it away first$"):
+        reason = f"{database}{suffix} has no database beside it; move it away first"
+        with pytest.raises(Unavailable, match=f"^{reason}$"):
             use()
-        assert Path(f"{database}-wal").read_text() == "acknowledged"
+        assert Path(f"{database}{suffix}").read_text() == "acknowledged"
         assert not os.path.exists(database)
 
 
