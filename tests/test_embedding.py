@@ -88,7 +88,7 @@ def test_any_process_can_use_a_fixture(gardening):
     if child == 0:
         left = []
         try:
-            left = gardening.left(gardening.token)
+            left = gardening.left()
         finally:
             os._exit(len(left))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
@@ -117,17 +117,22 @@ def test_fixture_of_a_test_works_on_its_own_account(gardening, gardening_service
 
 
 def test_fixtures_plan_failures_have_the_requests_and_revoke(gardening, gardening_service):
-    """The fixture of a test does so with its own token, that of the service with any."""
+    """By default, the fixture of a test does so with its own token."""
     token = gardening.issue_token(fail=["502"])
     gardening_service.plan(token, ("429", "504"))
     gardening.plan(["504"])
     assert call_projects(gardening.url, token)[0] == 429
     assert gardening.left(token) == gardening_service.left(token) == ["504"]
+    assert gardening.left() == ["504"]
     assert call_projects(gardening.url, gardening.token, "POST", {})[0] == 504
+    assert gardening.left() == []
     assert [each["method"] for each in gardening_service.requests(token)] == ["GET"]
     assert [each["method"] for each in gardening.requests] == ["POST"]
-    for service, revoked in (gardening, token), (gardening_service, gardening.token):
-        service.revoke(revoked)
+    another = gardening.issue_token()
+    gardening.revoke(token)
+    gardening_service.revoke(another)
+    gardening.revoke()
+    for revoked in (token, another, gardening.token):
         assert call_projects(gardening.url, revoked)[0] == 401
 
 

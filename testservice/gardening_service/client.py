@@ -103,13 +103,13 @@ class Gardening:
         """The last 1,000 requests with `token`, in the order of arrival."""
         return self._service.requests(self.token)
 
-    def left(self, token: str) -> list[str]:
-        """What is left of the token's plan."""
-        return self._service.left(token)
+    def left(self, token: str | None = None) -> list[str]:
+        """What is left of the plan of this token, or of `self.token`."""
+        return self._service.left(self.token if token is None else token)
 
-    def revoke(self, token: str) -> None:
-        """The token's next request gets 401."""
-        self._service.revoke(token)
+    def revoke(self, token: str | None = None) -> None:
+        """The next request with this token, or with `self.token`, gets 401."""
+        self._service.revoke(self.token if token is None else token)
 
 
 @contextmanager
