@@ -64,6 +64,8 @@ def test_environment_sets_the_address(environment):
     changed = set_up(environment, GARDENING_BIND="[::1]:8080", PORT="0")
     assert changed["bind"] == "['[::1]:8080']"
     assert set_up(environment, PORT="8080")["bind"] == "['0.0.0.0:8080']"
+    for other in ("unix:/run/x", "fd://3", "127.0.0.1:65535", "localhost"):
+        assert set_up(environment, GARDENING_BIND=other)["bind"] == f"['{other}']"
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="there is no affinity")
@@ -88,6 +90,17 @@ REFUSED = [
 def test_number_that_would_serve_nobody_is_refused_in_one_line(environment, name, number, allowed):
     refused = run(BIN / "gunicorn", environment=environment | {name: number}, status=1)
     assert refused.stderr == f"Error: {name} must be a whole number, {allowed}\n"
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["127.0.0.1:99999", "[::1]:-1", "localhost:http", "127.0.0.1:", ":", "[::1", "http://x:80"],
+)
+def test_address_that_is_none_is_refused_in_one_line(environment, address):
+    environment["GARDENING_BIND"] = address
+    refused = run(BIN / "gunicorn", environment=environment, status=1)
+    expected = "HOST:PORT, [HOST]:PORT or unix:PATH, with a port of at most 65535"
+    assert refused.stderr == f"Error: GARDENING_BIND must be {expected}\n"
 
 
 def test_address_that_has_no_effect_is_refused(environment):
