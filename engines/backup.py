@@ -4,7 +4,7 @@ import os
 import sqlite3
 import stat
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +18,7 @@ from engines.errors import OutcomeUnknown, Unavailable
 from engines.fields import FIELDS
 from engines.files import create_folder_of, new_file
 from engines.migrations import EMPTY, incompatibility
-from engines.names import account_name, check_note
+from engines.names import is_account_name, is_note
 from engines.sqlite import SQLite, inspect, raise_if_full
 
 # The columns of each table, but for what is counted. A restore fills the tables in this order:
@@ -191,19 +191,11 @@ def copy_file(path: str, to: str) -> None:
 def require_valid_names(source: Engine) -> None:
     """Raises BadBackup for the name of an account, or a note, that `token create` cannot give."""
     with source.snapshot() as reader:
-        for select, check in ((NAMES, account_name), (NOTES, check_note)):
+        for select, is_valid in ((NAMES, is_account_name), (NOTES, is_note)):
             for (value,) in reader.fetch(select, {}):
                 text = str(value)  # the tables will refuse any other type
-                if not is_kept(check, text):
+                if not is_valid(text):
                     raise BadBackup(f"`token create` would refuse or change {text[:300]!r}")
-
-
-def is_kept(check: Callable[[str], str], text: str) -> bool:
-    """Whether the rule takes the text, and as it is."""
-    try:
-        return check(text) == text
-    except ValueError:
-        return False
 
 
 def copy_rows(source: Engine, target: Engine) -> Sequence[int]:

@@ -18,7 +18,7 @@ class BadNote(ValueError):
 def account_name(text: str) -> str:
     """The name in NFC (UAX 15), which is the same however it was typed. Raises BadName."""
     name = unicodedata.normalize("NFC", text)
-    if not (0 < len(name) <= 255 and name.isprintable() and name == name.strip()):
+    if not is_account_name(name):
         raise BadName(
             "An account name must be 1 to 255 printable characters, "
             "with no leading or trailing spaces."
@@ -26,8 +26,17 @@ def account_name(text: str) -> str:
     return name
 
 
-def check_note(text: str) -> str:
-    """The note itself. Raises BadNote."""
-    if not (0 < len(text) <= 100 and text.isprintable()):
+def is_account_name(text: str) -> bool:
+    """Whether account_name returns the text as it is."""
+    is_nfc = unicodedata.is_normalized("NFC", text)
+    return is_nfc and 0 < len(text) <= 255 and text.isprintable() and text == text.strip()
+
+
+def check_note(text: str) -> None:
+    """Raises BadNote."""
+    if not is_note(text):
         raise BadNote("A note must be 1 to 100 printable characters, without a line break.")
-    return text
+
+
+def is_note(text: str) -> bool:
+    return 0 < len(text) <= 100 and text.isprintable()
