@@ -150,18 +150,16 @@ class Store:
                 use = find_key(connection, account, key)
             if use is None:
                 rows = connection.create(parameters)
-            elif use.id is not None:
+                refusal: Exception = AccountFull(self._max_projects)
+            else:  # a deleted Project has no row
                 rows = connection.fetch(connection.GET, {"account": account, "id": use.id})
+                refusal = KeySpent()
         # Only now, since an exception within the block would close the connection.
-        if use is None:
-            if not rows:
-                raise AccountFull(self._max_projects)
-        elif use.id is None:
-            raise KeySpent
-        elif use.fingerprint != fingerprint:
+        if not rows:
+            raise refusal
+        if use and use.fingerprint != fingerprint:
             raise KeyReused
-        [project] = rows
-        return Project(*project)
+        return Project(*rows[0])
 
     def get_project(self, account: str, id: str) -> Project:
         """Raises NotFound."""
