@@ -48,6 +48,11 @@ class Engine(ABC):
     def is_timeout(self, error: BaseException) -> bool:
         """Whether the error ended a wait, so that the next caller would wait in vain."""
 
+    def raise_if_outage(self, error: BaseException, may_have_committed: bool = False) -> None:
+        """Raise the outage that the error means, if it means one."""
+        if outage := self.translate_error(error, may_have_committed):
+            raise outage from error
+
     def write_lock(self) -> AbstractContextManager[None]:
         """What a writer holds while it writes, besides the database's own locks."""
         return nullcontext()
@@ -65,8 +70,7 @@ class Engine(ABC):
             connection = self.open_connection()
             is_new = self._migrate(connection, creates)
         except BaseException as error:
-            if outage := self.translate_error(error, may_have_committed=False):
-                raise outage from error
+            self.raise_if_outage(error)
             raise
         self.release(connection)
         return is_new
@@ -185,8 +189,7 @@ class Acquisition:
                 self._engine.close()
         else:
             self._breaker.record_response()
-        if outage := self._engine.translate_error(error, self.may_have_committed):
-            raise outage from error
+        self._engine.raise_if_outage(error, self.may_have_committed)
 
 
 def close_idle(idle: dict[int, list[Connection]]) -> None:

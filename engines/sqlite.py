@@ -230,7 +230,7 @@ class SQLite(Engine):
             self._lock = WriteLock(self.file, MEMORY_TIMEOUT)
             self._busy_timeout = MEMORY_TIMEOUT
             self.name = "the database in memory"
-            self._uri = f"file:/{secrets.token_hex(8)}?vfs=memdb"
+            self._uri = self._uri_to_read = f"file:/{secrets.token_hex(8)}?vfs=memdb"
             # The database lasts as long as one connection to it.
             kept = sqlite3.connect(self._uri, uri=True, check_same_thread=False)
             weakref.finalize(self, kept.close)
@@ -239,11 +239,20 @@ class SQLite(Engine):
             self._lock = WriteLock(self.file, WRITE_TIMEOUT)
             self._busy_timeout = BUSY_TIMEOUT
             self.name = self.file.path
+            uri = Path(self.file.path).as_uri()
             # rw: SQLite must not put an empty file in the place of a lost one.
-            self._uri = f"{Path(self.file.path).as_uri()}?mode=rw"
+            self._uri, self._uri_to_read = f"{uri}?mode=rw", f"{uri}?mode=ro"
 
-    def open_connection(self, uri: str | None = None) -> SQLiteConnection:
-        return SQLiteConnection(self.file, self._lock, uri or self._uri, self._busy_timeout)
+    def open_connection(self) -> SQLiteConnection:
+        return SQLiteConnection(self.file, self._lock, self._uri, self._busy_timeout)
+
+    def open_to_read(self) -> SQLiteConnection:
+        """A connection through which SQLite changes nothing, not even what it would repair.
+
+        The nightly backup may delete other backups, and SQLite deletes whatever a -journal beside
+        the database names.
+        """
+        return SQLiteConnection(self.file, self._lock, self._uri_to_read, self._busy_timeout)
 
     def write_lock(self) -> AbstractContextManager[None]:
         return self._lock.hold()
@@ -252,11 +261,8 @@ class SQLite(Engine):
         """Copy the database to this empty file, without migrating it."""
         # `vfs=unix`, or the copy of a database in memory would be in memory, too.
         uri = f"{Path(path).absolute().as_uri()}?vfs=unix"
-        # Read-only, since the nightly backup may delete other backups: SQLite would delete whatever
-        # a -journal beside the database names.
-        read_only = self._uri.replace("mode=rw", "mode=ro")
         try:
-            with closing(self.open_connection(read_only)) as connection:
+            with closing(self.open_to_read()) as connection:
                 found, _ = inspect(connection)
                 connection.scripts_for(found, creates=False)  # raises, unless it is one of ours
                 connection.fetch("VACUUM INTO :uri", {"uri": uri})
@@ -264,8 +270,7 @@ class SQLite(Engine):
             raise_if_full(error, path)
             if error.sqlite_errorname == "SQLITE_READONLY_ROLLBACK":
                 raise Unavailable("the database has a -journal: restart the service") from error
-            if outage := self.translate_error(error, may_have_committed=False):
-                raise outage from error
+            self.raise_if_outage(error)
             raise
 
     def is_timeout(self, error: BaseException) -> bool:
