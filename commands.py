@@ -6,7 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from datetime import UTC, datetime
 from functools import wraps
 from pathlib import Path
@@ -198,13 +198,28 @@ def ended_like_ctrl_c(command: Callable[[str], None]) -> Callable[[str], None]:
     return guarded
 
 
+def show_progress(rows: Generator[Any], count: int, table: str) -> Generator[Any]:
+    """Pass the rows on, while a terminal at standard error shows how many have passed."""
+    progress_bar = click.progressbar(
+        rows,
+        count,
+        table,
+        show_pos=True,
+        hidden=not (sys.stderr and sys.stderr.isatty()),  # None if it was closed
+        file=sys.stderr,
+        update_min_steps=max(1, count // 1000),
+    )
+    with progress_bar as shown:
+        yield from shown
+
+
 @click.command("backup", cls=Command)
 @click.argument("file", type=click.Path())
 @with_appcontext
 @ended_like_ctrl_c
 def write_backup(file: str) -> None:
     """Write a copy of the database to FILE, a new SQLite file, while the service runs."""
-    backup(current_store().engine, file)
+    backup(current_store().engine, file, show_progress)
 
 
 @click.command("restore", cls=Command)
@@ -214,7 +229,7 @@ def write_backup(file: str) -> None:
 def restore_backup(file: str) -> None:
     """Fill an empty database with the copy that `backup` wrote to FILE."""
     engine = current_store().engine
-    is_new, accounts, projects, tokens = restore(engine, file)
+    is_new, accounts, projects, tokens = restore(engine, file, show_progress)
     report_if_new(engine, is_new)
     click.echo(f"Restored: accounts {accounts}, Projects {projects}, tokens {tokens}.")
 

@@ -3,14 +3,11 @@
 import os
 import sqlite3
 import stat
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
-
-import click
+from typing import Any, NamedTuple
 
 from engines.connection import Connection
 from engines.engine import Engine
@@ -54,6 +51,10 @@ NAMES = "SELECT name FROM account UNION SELECT account FROM token UNION SELECT a
 NOTES = "SELECT note FROM token WHERE note IS NOT NULL"
 
 
+# Passes on the rows of a table, whose number and name it gets, and may show how far they have got.
+Progress = Callable[[Generator[Any], int, str], Generator[Any]]
+
+
 class BadBackup(Exception):
     """The file cannot be restored, and no row was changed."""
 
@@ -65,7 +66,11 @@ class Restored(NamedTuple):
     tokens: int
 
 
-def backup(engine: Engine, path: str) -> None:
+def show_nothing(rows: Generator[Any], _count: int, _table: str) -> Generator[Any]:
+    return rows
+
+
+def backup(engine: Engine, path: str, progress: Progress = show_nothing) -> None:
     """Write the database to a new SQLite file. Raises Unavailable."""
     path = os.path.abspath(path)
     try:
@@ -73,14 +78,14 @@ def backup(engine: Engine, path: str) -> None:
             with new_file(path) as partial:
                 engine.save(partial)
         else:
-            write_file(engine, path)
+            write_file(engine, path, progress)
     except OSError as error:
         raise Unavailable(f"{error.strerror}: {path}") from error
     except Unavailable as error:
         raise Unavailable(f"the copy to {path} failed: {error}") from error
 
 
-def restore(engine: Engine, path: str) -> Restored:
+def restore(engine: Engine, path: str, progress: Progress = show_nothing) -> Restored:
     """Fill an empty database with a backup of this release, or of an older one.
 
     All of its rows, or none. Creates the database if it is missing. After a failure, a missing file
@@ -98,9 +103,9 @@ def restore(engine: Engine, path: str) -> Restored:
                     create_folder_of(file)
                     # An interrupted restore must not leave an empty database: the service would
                     # start on it.
-                    return Restored(True, *write_file(source, file))
+                    return Restored(True, *write_file(source, file, progress))
                 is_new = engine.open_database(creates=True)
-                return Restored(is_new, *copy_rows(source, engine))
+                return Restored(is_new, *copy_rows(source, engine, progress))
     except OSError as error:
         raise Unavailable(f"{error.strerror}: {error.filename or engine.name}") from error
     except UnicodeDecodeError as error:  # an error of SQLite whose message is not UTF-8
@@ -109,7 +114,7 @@ def restore(engine: Engine, path: str) -> Restored:
         raise BadBackup(f"{error}: {path}") from error
 
 
-def write_file(source: Engine, path: str) -> Sequence[int]:
+def write_file(source: Engine, path: str, progress: Progress) -> Sequence[int]:
     """Copy a database to a new SQLite file, which gets its name once it is whole.
 
     Returns the numbers of accounts, Projects and tokens.
@@ -122,7 +127,7 @@ def write_file(source: Engine, path: str) -> Sequence[int]:
     ):
         new.open_database(creates=True)
         try:
-            counts = copy_rows(source, new)
+            counts = copy_rows(source, new, progress)
         except OutcomeUnknown as error:  # of the new database, which nobody will see
             raise Unavailable(str(error)) from error
         new.save(partial)
@@ -198,7 +203,7 @@ def require_valid_names(source: Engine) -> None:
                     raise BadBackup(f"`token create` would refuse or change {text[:300]!r}")
 
 
-def copy_rows(source: Engine, target: Engine) -> Sequence[int]:
+def copy_rows(source: Engine, target: Engine, progress: Progress) -> Sequence[int]:
     """Copy the rows of every table, in one transaction on each side.
 
     The Projects of each account are counted anew. Returns the numbers of accounts, Projects and
@@ -212,7 +217,7 @@ def copy_rows(source: Engine, target: Engine) -> Sequence[int]:
         writer.lock_out_writers()
         require_empty(writer)  # another restore may have been first
         for table in COLUMNS:
-            copy_table(reader, writer, table)
+            copy_table(reader, writer, table, progress)
         writer.advance_token_sequence()
         writer.fetch(REBUILD_ACCOUNTS, {})
         # Before the commit, so that no count fails after a success.
@@ -227,21 +232,11 @@ def require_empty(connection: Connection) -> None:
             raise Unavailable(f"the database to fill is not empty; {hint}")
 
 
-def copy_table(reader: Connection, writer: Connection, table: str) -> None:
-    """Copy the rows of a table. A terminal at standard error shows how far the copy has got."""
+def copy_table(reader: Connection, writer: Connection, table: str, progress: Progress) -> None:
+    """Copy the rows of a table."""
     columns = COLUMNS[table]
     [(count,)] = reader.fetch(f"SELECT count(*) FROM {table}", {})
     rows = reader.stream(f"SELECT {', '.join(columns)} FROM {table}")
-    progress_bar = click.progressbar(
-        rows,
-        count,
-        table,
-        show_pos=True,
-        hidden=not (sys.stderr and sys.stderr.isatty()),  # None if it was closed
-        file=sys.stderr,
-        update_min_steps=max(1, count // 1000),
-    )
-    # `closing` ends the query before its connection closes, even if a row is refused. `iter`,
-    # because each next() on a bar would start a new generator.
-    with closing(rows), progress_bar as shown:
-        writer.insert(table, columns, iter(shown))
+    # This ends the query before its connection closes, even if a row is refused.
+    with closing(rows), closing(progress(rows, count, table)) as passed_on:
+        writer.insert(table, columns, passed_on)
