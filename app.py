@@ -9,6 +9,8 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from textwrap import indent
+from traceback import format_exception
 from typing import Any
 
 from flask import Blueprint, Flask, Response, request
@@ -37,13 +39,22 @@ PROJECTS = "/api/v1/gardening/projects"
 api = Blueprint("api", __name__)
 
 
+class Application(Flask):
+    """Logs a bug so that a caller's text never begins a line of the log."""
+
+    def log_exception(self, exc_info: Any) -> None:
+        # Indented, since the error may quote the caller.
+        traceback = indent("".join(format_exception(exc_info[1])), "    ").rstrip()
+        self.logger.error("Bug in the service (%s)\n%s", problems.current_request(), traceback)
+
+
 def create_app(config: Mapping[str, Any] | None = None) -> Flask:
     """Build the service; DATABASE and MAX_PROJECTS in `config` override the environment.
 
     It opens no file, except under `flask run`, which creates the database. Raises ValueError for a
     setting that is wrong.
     """
-    app = problems.Service(__name__, static_folder=None)
+    app = Application(__name__, static_folder=None)
     app.config.update(
         MAX_CONTENT_LENGTH=MAX_CONTENT_LENGTH,
         PROVIDE_AUTOMATIC_OPTIONS=False,

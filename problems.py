@@ -1,11 +1,9 @@
-"""Turns every error into a problem document (RFC 9457), and logs the service's faults."""
+"""Turns every error into a problem document (RFC 9457), and logs each outage."""
 
 import json
 from collections.abc import Iterable, Mapping
 from functools import partial
 from http import HTTPStatus
-from textwrap import indent
-from traceback import format_exception
 from typing import Any, NamedTuple
 
 from flask import Flask, Response, current_app, request
@@ -74,15 +72,6 @@ STORE_ERRORS = {
         RETRY,
     ),
 }
-
-
-class Service(Flask):
-    """Logs a bug so that a caller's text never begins a line of the log."""
-
-    def log_exception(self, exc_info: Any) -> None:
-        # Indented, since the error may quote a caller's line feed.
-        traceback = indent("".join(format_exception(exc_info[1])), "    ").rstrip()
-        self.logger.error("Bug in the service (%s)\n%s", current_request(), traceback)
 
 
 def add_to(app: Flask) -> None:
