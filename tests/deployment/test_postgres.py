@@ -85,7 +85,7 @@ def test_text_that_identifies_has_a_collation_that_no_update_changes(database, s
 def test_servers_give_the_documents_of_sqlite(binaries, another_database, open_store):
     """Often enough for psycopg to prepare each statement."""
 
-    def use(store):
+    def use(store, now):
         """What is returned, without what is random."""
         created = store.create_project("ann", {"name": "é"}, f"key {now}")
         fields = {"location": {"type": "Point", "coordinates": [0.1, -0.0]}}
@@ -102,7 +102,8 @@ def test_servers_give_the_documents_of_sqlite(binaries, another_database, open_s
         stores = [open_store(each, lambda: now) for each in (database, another_database)]
         for now in range(1_800_000_000, 1_800_000_008):
             of_postgresql, of_sqlite = (
-                [re.sub("[0-9a-f]{24}", "ID", str(each)) for each in use(store)] for store in stores
+                [re.sub("[0-9a-f]{24}", "ID", str(each)) for each in use(store, now)]
+                for store in stores
             )
             assert of_postgresql == of_sqlite
 

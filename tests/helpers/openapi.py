@@ -62,10 +62,7 @@ def check_response(method, path, status, headers, content, names=None):
     if names is None:
         names = {name for name in HEADERS if name in headers}
     operation = find_operation(method, path)
-    if operation:
-        response = resolve(operation["responses"][str(status)])
-    else:
-        response = ELSEWHERE[status]
+    response = resolve(operation["responses"][str(status)]) if operation else ELSEWHERE[status]
     described = {n: resolve(h) for n, h in response.get("headers", {}).items()}
     required = {name for name, header in described.items() if header.get("required")}
     called = f"{method} {path}: {status}"
