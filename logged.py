@@ -1,8 +1,4 @@
-"""What the log shows of a request: no query, which may hold anything, and nothing that ends a line.
-
-gunicorn's main process imports this file, so after a SIGHUP the workers still have the old one. It
-imports no other module of ours, or those would stay old, too.
-"""
+"""What the log shows of a request: never its query, which may hold anything, and no line break."""
 
 from string import punctuation
 from urllib.parse import quote

@@ -39,10 +39,10 @@ def read_no_query() -> None:
 
 
 def read_query() -> dict[str, str]:
-    """Its parameters. Raises ValidationError."""
+    """The parameters of the query. Raises ValidationError."""
     # request.args raises ValueError for bytes that are not UTF-8.
     text = request.query_string.decode(errors="replace")
-    text = text.strip("&")  # of "&" alone it is none, as deploy/nginx.conf has it
+    text = text.strip("&")  # "?&" is no query: for deploy/nginx.conf, too, it asks for all
     try:
         pairs = parse_qsl(text, keep_blank_values=True, max_num_fields=MAX_FIELDS)
     except ValueError:

@@ -26,7 +26,8 @@ def new_file(path: str) -> Iterator[str]:
 
     Only its owner can read it. Raises OSError; FileExistsError if the name is taken.
     """
-    if os.path.lexists(path):  # to fail before the work; `give_name` decides
+    # Refused before the work. The name may be taken meanwhile, so give_name can refuse it, too.
+    if os.path.lexists(path):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
     folder = os.path.dirname(os.path.abspath(path))
     # Named first, so that a signal that arrives as the file is created leaves nothing.

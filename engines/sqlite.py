@@ -247,10 +247,10 @@ class SQLite(Engine):
         return SQLiteConnection(self.file, self._lock, self._uri, self._busy_timeout)
 
     def open_to_read(self) -> SQLiteConnection:
-        """A connection through which SQLite changes nothing, not even what it would repair.
+        """A connection through which SQLite cannot write.
 
-        The nightly backup may delete other backups, and SQLite deletes whatever a -journal beside
-        the database names.
+        If it could, it would delete whatever file a -journal beside the database names. The nightly
+        backup may write where the other backups are, so that file could be one of them.
         """
         return SQLiteConnection(self.file, self._lock, self._uri_to_read, self._busy_timeout)
 
