@@ -49,9 +49,8 @@ COUNTS = (
 # The names and notes in a backup. Commands print both, and the log prints names.
 NAMES = "SELECT name FROM account UNION SELECT account FROM token UNION SELECT account FROM project"
 NOTES = "SELECT note FROM token WHERE note IS NOT NULL"
-
-
-# Passes on the rows of a table, whose number and name it gets, and may show how far they have got.
+# Gets the rows of a table, their number and its name. Returns the rows, and may show how many of
+# them have been copied.
 Progress = Callable[[Generator[Any], int, str], Generator[Any]]
 
 

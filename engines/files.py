@@ -53,7 +53,7 @@ def give_name(partial: str, path: str) -> None:
     try:
         os.link(partial, path)
     except OSError:  # the name is taken; or there are no links, as on exFAT and some network disks
-        # If the process is killed here, this empty file is left. A restore and a start refuse it.
+        # A kill here leaves an empty file. No restore takes it, and as a database it has no tables.
         os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
         try:
             os.rename(partial, path)
