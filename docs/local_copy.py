@@ -1,6 +1,6 @@
 """A copy of an account's Projects, for a program that works offline or on several devices.
 
-Copy this file. It needs Python 3.10 and requests. docs/api.md has the rules that it follows.
+Copy this file. It needs Python 3.10 and requests. docs/local-copy.md has the rules that it follows.
 """
 
 import json

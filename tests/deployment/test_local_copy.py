@@ -152,7 +152,7 @@ def test_change_that_was_sent_is_shown_before_the_list_is_fetched(device, garden
 
 
 def test_example_of_the_page_prints_what_it_has_created(gardening, tmp_path):
-    [program] = blocks("docs/api.md", "Keeping a local copy", "python")
+    [program] = blocks("docs/local-copy.md", "In Python", "python")
     where = {"SERVICE": gardening.url, "TOKEN": gardening.token, "PYTHONPATH": str(ROOT / "docs")}
     printed = run(sys.executable, "-c", program, folder=tmp_path, environment=os.environ | where)
     assert printed.stdout == "City park\n"
