@@ -7,11 +7,12 @@ import json
 import os
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import requests
 
 Object = dict[str, Any]  # of JSON: a Project, some of its fields, or a problem document
+Outcome = Literal["made", "refused", "dropped", "waits"]  # what became of a change
 SETTABLE = ("name", "postal_code", "location")  # add what you set of a later release
 READ_ONLY = {"id": str, "created_at": int, "updated_at": int, "version": int}
 moment = itemgetter("updated_at", "version")  # of a Project: a restore may lower its version
@@ -126,9 +127,7 @@ class LocalCopy:
 
     def take_back(self, ref: str) -> None:
         """Forget what waits for this id or key. If a `sync` has failed, it may have been made."""
-        changes = {**self.changes}
-        del changes[self.ids.get(ref, ref)]
-        self.save(changes=changes)
+        self.save(changes=without(self.ids.get(ref, ref), self.changes))
 
     def drop(self, conflict: Object) -> None:
         """Forget one of `conflicts`, since the user has decided it."""
@@ -161,28 +160,41 @@ class LocalCopy:
 
     def _send(self, ref: str) -> bool:
         """Send the first change of a Project. Returns whether the next one can be sent."""
-        seen, changes = self.changes[ref]["seen"], self.changes[ref]["changes"]
-        return self._change(seen, *changes) if seen else self._create(ref, *changes)
+        pending = self.changes[ref]
+        seen, changes = pending["seen"], pending["changes"]
+        if seen:
+            outcome, found = self._change(seen, *changes)
+        else:
+            outcome, found = self._create(ref, pending["may_exist"], *changes)
+        if outcome == "made":
+            self._made(ref, found)
+        elif outcome == "refused":
+            conflicts = self._with_conflict(ref, changes, found)
+            self.save(changes=without(ref, self.changes), conflicts=conflicts)
+        elif outcome == "dropped":
+            self.take_back(ref)
+        return outcome == "made"
 
-    def _create(self, key: str, fields: Object, *later: Object | None) -> bool:
+    def _create(
+        self, key: str, may_exist: bool, fields: Object, *later: Object | None
+    ) -> tuple[Outcome, Object]:
+        """Create a Project, and return what came of it, with the Project or problem found."""
         before, headers = self.changes, {"Idempotency-Key": key}
         self.save(changes={**before, key: {**before[key], "may_exist": True}})
-        entered = dict.fromkeys(SETTABLE) | fields | {"version": 1}
-        or_later = before[key]["may_exist"]  # since others may have changed it meanwhile
-        verdict, found = self._call("POST", "", entered, or_later, json=fields, headers=headers)
+        entered = new_project(fields)
+        verdict, found = self._call("POST", "", entered, may_exist, json=fields, headers=headers)
         if verdict == 201:
-            # The user saw what they entered, and nothing that others have changed since.
-            self._made(key, found, found | entered | {"updated_at": found["created_at"]})
-        elif verdict == FULL:
+            return "made", found
+        if verdict == FULL:
             # This request has created nothing, but an earlier one may still arrive.
             self.save(changes=before)
-        elif verdict == SPENT and (not later or None in later):
-            self.take_back(key)
-        else:
-            self._refused(key, found)
-        return verdict == 201
+            return "waits", found
+        is_dropped = verdict == SPENT and (not later or None in later)
+        return "dropped" if is_dropped else "refused", found
 
-    def _change(self, seen: Object, fields: Object | None, *later: Object | None) -> bool:
+    def _change(
+        self, seen: Object, fields: Object | None, *later: Object | None
+    ) -> tuple[Outcome, Object]:
         """Change or delete a Project, unless it is no longer what the user saw."""
         id, headers = seen["id"], {"If-Match": f'"{seen["version"]}-{seen["updated_at"]}"'}
         wanted = {"id": id} | {name: seen.get(name) for name in SETTABLE} | (fields or {})
@@ -198,29 +210,28 @@ class LocalCopy:
             is_as_wanted = is_project(found, wanted) and moment(found) > moment(seen)
             is_made = is_as_wanted and fields is not None
         if is_made:
-            self._made(id, found, found)
-        elif verdict != 204 and not (verdict == NO_PROJECT and None in (fields, *later)):
-            self._refused(id, found)
-        return is_made
+            return "made", found
+        # The list decides a deletion.
+        waits = verdict == 204 or (verdict == NO_PROJECT and None in (fields, *later))
+        return "waits" if waits else "refused", found
 
-    def _made(self, ref: str, found: Object, seen: Object) -> None:
+    def _made(self, ref: str, found: Object) -> None:
         """Go on from what the user has seen by now."""
-        id, changes, conflicts = found["id"], {**self.changes}, self.conflicts
-        left = changes.pop(ref)["changes"][1:]
+        pending, changes, conflicts = self.changes[ref], without(ref, self.changes), self.conflicts
+        id, (fields, *left) = found["id"], pending["changes"]
         if left and id in changes:
             # The user has also changed the new Project as it came with the list.
             conflicts = self._with_conflict(ref, left, found)
         elif left:
+            seen = found
+            if not pending["seen"]:
+                # The user saw what they entered, and nothing that others have changed since.
+                seen = found | new_project(fields) | {"updated_at": found["created_at"]}
             changes[id] = Pending(seen=seen, may_exist=True, changes=left)
         projects = {**self.projects, id: found}
         ids = self.ids if id in self.changes else {**self.ids, ref: id}
         # From now on, `projects` are not the list of any ETag.
         self.save(etag=None, projects=projects, changes=changes, ids=ids, conflicts=conflicts)
-
-    def _refused(self, ref: str, found: Object) -> None:
-        changes = {**self.changes}
-        conflicts = self._with_conflict(ref, changes.pop(ref)["changes"], found)
-        self.save(changes=changes, conflicts=conflicts)
 
     def _with_conflict(self, ref: str, changes: list[Any], found: Object) -> list[Object]:
         return [*self.conflicts, {"id": ref, "changes": changes, "found": found}]
@@ -242,17 +253,18 @@ class LocalCopy:
         self.save(etag=etag, projects=projects, changes=changes)
 
     def _call(
-        self, method: str, path: str, expected: Object, or_later: bool = False, **options: Any
+        self, method: str, path: str, expected: Object, may_exist: bool = False, **options: Any
     ) -> tuple[int | str, Object]:
         """The status or type that decides, and the Project or problem that came with it.
 
-        A success has to show what is expected, or a later version. Raises requests.RequestException
-        if nothing came, or nothing that decides.
+        A success has to show what is expected. Only a new Project that may exist can have been
+        changed meanwhile. Raises requests.RequestException if nothing came, or nothing that
+        decides.
         """
         response, found = self._request(method, path, **options)
         status, media_type = response.status_code, response.headers.get("Content-Type", "")
         success, *problems = DECISIVE[method]
-        if or_later and is_project(found) and found["version"] > expected["version"]:
+        if may_exist and is_project(found) and found["version"] > expected["version"]:
             expected = {}
         if status == success and (method == "DELETE" or is_project(found, expected)):
             return status, found or {}
@@ -269,6 +281,18 @@ class LocalCopy:
             return response, response.json()
         except (ValueError, RecursionError):
             return response, None
+
+
+def without(ref: str, changes: dict[str, Pending]) -> dict[str, Pending]:
+    """Raises KeyError if none wait for this one."""
+    left = {**changes}
+    del left[ref]
+    return left
+
+
+def new_project(fields: Object) -> Object:
+    """What a Project with these fields has when it is created."""
+    return dict.fromkeys(SETTABLE) | fields | {"version": 1}
 
 
 class Session(requests.Session):
