@@ -258,8 +258,8 @@ class LocalCopy:
         """The status or type that decides, and the Project or problem that came with it.
 
         A success has to show what is expected. Only a new Project that may exist can have been
-        changed meanwhile. Raises requests.RequestException if nothing came, or nothing that
-        decides.
+        changed or deleted meanwhile. Raises requests.RequestException if nothing came, or nothing
+        that decides.
         """
         response, found = self._request(method, path, **options)
         status, media_type = response.status_code, response.headers.get("Content-Type", "")
@@ -270,7 +270,7 @@ class LocalCopy:
             return status, found or {}
         is_problem = media_type.startswith("application/problem+json") and isinstance(found, dict)
         for verdict in (found.get("type"), status) if is_problem else ():
-            if verdict in problems:
+            if verdict in problems and (verdict != SPENT or may_exist):
                 return verdict, found
         raise requests.HTTPError(f"{response} decides nothing", response=response)
 

@@ -267,7 +267,7 @@ REFUSALS = [problem(status) for status in (400, 413, 415, 422)]
 @pytest.mark.parametrize(
     ("method", "refusals", "others"),
     [
-        ("POST", REFUSALS, [GONE, problem(412)]),
+        ("POST", REFUSALS, [GONE, problem(412), problem(409, SPENT)]),  # of another creation
         ("PUT", [*REFUSALS, GONE], [problem(409, FULL), problem(409, SPENT)]),
         ("DELETE", [], [*REFUSALS, problem(409, SPENT)]),
         ("GET", [GONE], [*REFUSALS, problem(412)]),  # after a PUT and its 412
