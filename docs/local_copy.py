@@ -150,7 +150,8 @@ class LocalCopy:
             except requests.RequestException as error:
                 failure = error
                 if error.response is None:
-                    self.changes[ref] = self.changes.pop(ref)  # the last one next time
+                    # Save it as the last one: the next sync may be that of another process.
+                    self.save(changes={**without(ref, self.changes), ref: self.changes[ref]})
                     self._request("GET", "?size=1")  # raises if that meets silence, too
                 elif error.response.status_code in (401, 429):
                     raise  # the others would meet that as well

@@ -467,7 +467,7 @@ def test_change_that_something_dislikes_holds_up_neither_the_others_nor_the_list
 
 
 def test_change_after_which_nothing_responds_holds_up_no_other(device):
-    """A firewall may cut the client off for a while."""
+    """A firewall may cut the client off for a while, and the program start anew each time."""
     cut_off = []
 
     def choose(_, body):
@@ -478,6 +478,7 @@ def test_change_after_which_nothing_responds_holds_up_no_other(device):
     key, _ = [phone.copy.change({"name": name}) for name in ("<script>", "Park")]
     for _ in range(2):
         assert not phone.sync()
+        phone.restart()
         cut_off.clear()
     assert [*phone.copy.changes] == [key]
 
