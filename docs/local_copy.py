@@ -251,7 +251,8 @@ class LocalCopy:
         for ref, pending in self.changes.items():
             if pending["seen"] and None in pending["changes"] and ref not in projects:
                 del changes[ref]  # deleted, by whomever
-        self.save(etag=etag, projects=projects, changes=changes)
+        ids = {key: id for key, id in self.ids.items() if id in projects or id in changes}
+        self.save(etag=etag, projects=projects, changes=changes, ids=ids)
 
     def _call(
         self, method: str, path: str, expected: Object, may_exist: bool = False, **options: Any

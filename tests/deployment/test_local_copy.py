@@ -422,6 +422,7 @@ def test_change_that_waits_is_shown_whatever_the_list_has_of_its_project(two_dev
     assert not phone.sync()
     assert phone.copy.projects == {}
     assert phone.names() == ["Park"]
+    assert [*phone.copy.ids.values()] == [*phone.copy.changes]
     laptop.change_only({"name": "Theirs"})
     assert laptop.sync()
     del odds["GET"]
@@ -624,6 +625,9 @@ def test_new_project_is_changed_before_it_was_ever_sent(device, gardening, garde
     for ref in (key, project["id"], "unknown"):  # the user has to look again
         with pytest.raises(KeyError, match="as the user saw it"):
             phone.copy.change({"name": "Wood"}, ref)
+    phone.change_only(None)
+    assert phone.sync()
+    assert phone.copy.ids == {}
 
 
 @pytest.mark.parametrize(
