@@ -31,7 +31,7 @@ class Pending(TypedDict):
     """The changes of a Project that the service has not made yet."""
 
     seen: Object | None  # the Project as the user saw it before them; None if it is new
-    may_exist: bool  # whether a new one has been sent
+    may_exist: bool  # the mark of a new one: whether it has been sent
     changes: list[Any]  # the fields of each, in order; None deletes the Project
 
 
@@ -76,8 +76,14 @@ class LocalCopy:
 
     def shown(self) -> dict[str, Object]:
         """The Projects as the user should see them, by id, or by the key of a new one."""
-        shown = {**self.projects}
+        shown, known = {**self.projects}, {*self.ids.values()}
         for ref, pending in self.changes.items():
+            if pending["may_exist"]:
+                # The list may have it already. Whoever saw two and deleted one would lose both.
+                same = new_project(pending["changes"][0]).items()
+                alike = [id for id in shown if id not in known and same <= shown[id].items()]
+                for id in alike[-1:]:
+                    del shown[id]
             if None in pending["changes"]:
                 shown.pop(ref, None)
                 continue
@@ -228,7 +234,7 @@ class LocalCopy:
             if not pending["seen"]:
                 # The user saw what they entered, and nothing that others have changed since.
                 seen = found | new_project(fields) | {"updated_at": found["created_at"]}
-            changes[id] = Pending(seen=seen, may_exist=True, changes=left)
+            changes[id] = Pending(seen=seen, may_exist=False, changes=left)
         projects = {**self.projects, id: found}
         ids = self.ids if id in self.changes else {**self.ids, ref: id}
         # From now on, `projects` are not the list of any ETag.

@@ -702,6 +702,34 @@ def test_new_project_that_also_came_with_the_list_loses_no_change(phone, odds, g
     assert names_of(projects_on(gardening)) == ["as it came"]
 
 
+def test_new_project_is_shown_once_while_its_creation_waits(two_devices, odds):
+    """Whoever saw two and deleted one would lose both. Those of others are shown as they are."""
+    phone, laptop = two_devices
+    [park] = phone.copy.projects
+    key = phone.copy.change({"name": "Park"})
+    odds["POST"] = FIREWALL
+    assert not phone.sync()
+    assert [*phone.copy.shown()] == [park, key]
+    laptop.copy.change({"name": "Park"})
+    assert laptop.sync()
+    odds["POST"] = FIREWALL._replace(is_passed_on=True)
+    assert not phone.sync()
+    laptop.copy.change({"name": "Lake"})
+    assert laptop.sync() and not phone.sync()
+    _, theirs, _, lake = phone.copy.projects
+    assert [*phone.copy.shown()] == [park, theirs, lake, key]
+    phone.copy.change(None, key)
+    assert [*phone.copy.shown()] == [park, theirs, lake]
+    odds |= {"POST": None, "DELETE": RESET}
+    assert not phone.sync()
+    assert [*phone.copy.shown()] == [park, theirs, lake]
+    odds.clear()
+    assert phone.sync()
+    assert [*phone.copy.projects] == [park, theirs, lake]
+    new = phone.copy.change({"name": "Park"})  # which has not been sent
+    assert [*phone.copy.shown()] == [park, theirs, lake, new]
+
+
 class Killed(Exception):
     """As if the power had failed."""
 
