@@ -127,28 +127,19 @@ def changes_on(device):
     yield lambda: device.change_only(None), []
 
 
-@pytest.mark.parametrize("failure", FAILURES)
-def test_change_is_made_once_whatever_fails(device, gardening, gardening_service, failure):
+@pytest.mark.parametrize("plan", [*FAILURES, "none 503"])  # the last one meets the list
+def test_change_is_made_once_and_shown_whatever_fails(device, gardening, gardening_service, plan):
     phone = device()
     for make_change, names in changes_on(phone):
         make_change()
-        gardening_service.plan(phone.token, [failure])
+        gardening_service.plan(phone.token, plan.split())
         phone.restart(IMPATIENT)
         assert not phone.sync()
         phone.restart()
+        assert phone.names() == names
         assert phone.sync()
         assert names_of(projects_on(gardening)) == phone.names() == names
         assert phone.is_clean()
-
-
-def test_change_that_was_sent_is_shown_before_the_list_is_fetched(device, gardening_service):
-    phone = device()
-    for make_change, names in changes_on(phone):
-        make_change()
-        gardening_service.plan(phone.token, ["none", "503"])
-        assert not phone.sync()
-        phone.restart()
-        assert phone.names() == names
 
 
 def test_example_of_the_page_prints_what_it_has_created(gardening, tmp_path):
@@ -247,14 +238,17 @@ def test_change_whose_response_was_lost_is_no_conflict_whatever_else_is_there(
 
 
 def test_refused_change_is_a_conflict_and_holds_up_no_other(device):
-    phone = device()
-    for fields in ({"nmae": "Park"}, {"naem": "Park"}, {"name": "Park"}):
-        phone.copy.change(fields)
+    """With a deletion that follows it: what was refused may be there."""
+    phone = device("lost")
+    key = phone.copy.change({"nmae": "Park"})
+    assert not phone.sync()
+    for fields, ref in ((None, key), ({"naem": "Park"}, None), ({"name": "Park"}, None)):
+        phone.copy.change(fields, ref)
     assert phone.sync()
     assert phone.names() == ["Park"]
     phone.restart()
     conflict, _ = phone.copy.conflicts
-    assert conflict["changes"] == [{"nmae": "Park"}]
+    assert (conflict["id"], conflict["changes"]) == (key, [{"nmae": "Park"}, None])
     assert list(conflict["found"]["errors"]) == ["nmae"]
     phone.copy.drop(conflict)
     phone.restart()
@@ -291,26 +285,11 @@ def test_problem_refuses_what_the_service_may_refuse_so(
 
 
 def test_creation_waits_until_the_account_has_room(environment, token, tmp_path):
-    with flask_run(environment | {"GARDENING_MAX_PROJECTS": "1"}) as (address, _):
-        copy = LocalCopy(tmp_path / "copy.json", address + PROJECTS, token)
-        _, garden, wood = [copy.change({"name": name}) for name in ("Park", "Garden", "Wood")]
-        copy.sync()
-        copy.change(None, wood)
-        assert [*copy.changes] == [garden]
-        [park] = copy.projects.values()
-        copy.change(None, park)
-        copy.sync()
-        copy.sync()
-        assert names_of(copy.projects.values()) == ["Garden"]
-        assert (copy.changes, copy.conflicts) == ({}, [])
-
-
-def test_creation_that_may_still_arrive_is_not_forgotten(environment, token, tmp_path):
-    """The first request waits somewhere, and the account is full when it is repeated."""
+    """To delete one that was sent does not forget it: the request may still arrive."""
     odd = []
     with (
         flask_run(environment | {"GARDENING_MAX_PROJECTS": "1"}) as (address, _),
-        odd_proxy(address, lambda method, _: odd.pop() if odd else None) as proxy,
+        odd_proxy(address, lambda *_: odd.pop() if odd else None) as proxy,
     ):
         copy = LocalCopy(tmp_path / "copy.json", proxy + PROJECTS, token)
         copy.change({"name": "Park"})
@@ -319,8 +298,11 @@ def test_creation_that_may_still_arrive_is_not_forgotten(environment, token, tmp
         odd.append(FIREWALL)
         with pytest.raises(requests.HTTPError):
             copy.sync()
+        wood, lake = [copy.change({"name": name}) for name in ("Wood", "Lake")]
         copy.sync()
-        copy.change(None, garden)
+        for new in (garden, wood):
+            copy.change(None, new)
+        assert [*copy.changes] == [garden, lake]
         [park] = copy.projects.values()
         copy.change(None, park)
         copy.sync()
@@ -328,7 +310,8 @@ def test_creation_that_may_still_arrive_is_not_forgotten(environment, token, tmp
             header = {"Content-Type": "application/json", "Idempotency-Key": garden}
             assert late.fetch("POST", PROJECTS, '{"name": "Garden"}', **header)[0] == 201
         copy.sync()
-        assert copy.projects == copy.changes == {}
+        assert names_of(copy.projects.values()) == ["Lake"]
+        assert (copy.changes, copy.conflicts) == ({}, [])
 
 
 @pytest.fixture
@@ -450,23 +433,6 @@ def test_list_is_neither_transformed_nor_redirected_nor_unchanged_at_first(devic
     assert asked == ["GET"]
 
 
-@pytest.mark.parametrize("odd", [FIREWALL, RESET], ids=str)
-def test_change_that_something_dislikes_holds_up_neither_the_others_nor_the_list(device, odd):
-    phone = device(choose=lambda _, body: odd if b"<script>" in body else None)
-    laptop = device()
-    laptop.copy.change({"name": "Lake"})
-    assert laptop.sync()
-    key, *_ = [phone.copy.change({"name": name}) for name in ("<script>", "Park", "Wood")]
-    assert not phone.sync()
-    phone.restart()
-    assert names_of(phone.copy.projects.values()) == ["Lake", "Park", "Wood"]
-    assert [*phone.copy.changes] == [key]
-    phone.copy.take_back(key)
-    phone.restart()
-    assert phone.sync()
-    assert phone.is_clean()
-
-
 def test_change_after_which_nothing_responds_holds_up_no_other(device):
     """A firewall may cut the client off for a while, and the program start anew each time."""
     cut_off = []
@@ -486,12 +452,18 @@ def test_change_after_which_nothing_responds_holds_up_no_other(device):
 
 @pytest.mark.parametrize(
     ("plan", "count"),
-    [("401", 1), ("429", 1), ("dropped dropped", 2), ("dropped none dropped dropped", 4)],
+    [
+        ("401", 1),
+        ("429", 1),
+        ("503", 4),  # the others and the list
+        ("dropped", 5),  # and a short list before them
+        ("dropped dropped", 2),
+        ("dropped none dropped dropped", 4),
+    ],
 )
-def test_failure_that_the_others_would_meet_as_well_ends_the_attempt(
+def test_only_a_failure_that_the_others_would_meet_as_well_ends_the_attempt(
     device, gardening_service, plan, count
 ):
-    """After a change that meets silence, the list is asked."""
     phone = device(*plan.split())
     names = ["Park", "Wood", "Lake"]
     for name in names:
@@ -628,26 +600,6 @@ def test_new_project_is_changed_before_it_was_ever_sent(device, gardening, garde
     phone.change_only(None)
     assert phone.sync()
     assert phone.copy.ids == {}
-
-
-@pytest.mark.parametrize(
-    ("fields", "conflicts"),
-    [({"name": "Park"}, []), ({"nmae": "Park"}, [[{"nmae": "Park"}, None]])],
-)
-def test_new_project_that_was_deleted_after_it_was_sent_is_gone(
-    device, gardening, gardening_service, fields, conflicts
-):
-    """Unless it is refused: then it may be there."""
-    phone = device("lost")
-    key = phone.copy.change(fields)
-    assert not phone.sync()
-    phone.restart()
-    phone.copy.change(None, key)
-    gardening_service.plan(phone.token, ["dropped"])
-    assert not phone.sync()
-    assert phone.sync()
-    assert projects_on(gardening) == phone.names() == []
-    assert phone.conflicts() == conflicts
 
 
 @pytest.mark.parametrize(
