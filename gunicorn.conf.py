@@ -2,11 +2,13 @@
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 from gunicorn.arbiter import Arbiter
@@ -101,6 +103,25 @@ def on_starting(server: Arbiter) -> None:
     command = [sys.executable, "-m", "flask", "--app", "app", "open-db"]
     if subprocess.run(command, check=False).returncode:
         sys.exit(1)
+
+
+def pre_fork(server: Arbiter, worker: Worker) -> None:
+    """Make signals wait until the worker has handlers of its own.
+
+    It starts with the main process's handlers, which would lose a SIGTERM. The worker would then
+    serve on until it is killed 30 s later, and a restart would wait for that.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, Arbiter.SIGNALS)
+
+
+unblock_signals = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, Arbiter.SIGNALS)
+# gunicorn calls no hook in the main process after a fork.
+os.register_at_fork(after_in_parent=unblock_signals)
+
+
+def post_worker_init(worker: Worker) -> None:
+    """Receive what has waited."""
+    unblock_signals()
 
 
 def pre_request(worker: Worker, request: Any) -> None:

@@ -25,6 +25,7 @@ from helpers.running import (
     closing_store,
     environment_of,
     gunicorn,
+    replaced,
     run,
     token_on,
 )
@@ -108,6 +109,25 @@ def test_address_that_has_no_effect_is_refused(environment):
     environment |= {"GARDENING_BIND": ":8001", "LISTEN_FDS": "1"}
     refused = run(BIN / "gunicorn", environment=environment, status=1)
     assert refused.stderr.startswith("Error: GARDENING_BIND has no effect: ")
+
+
+# The settings, and a worker that stops the service before it has signal handlers of its own.
+STOPPED_EARLY = """
+import os, runpy, signal, time
+globals().update(runpy.run_path("gunicorn.conf.py"))
+
+def post_fork(server, worker):
+    os.kill(worker.ppid, signal.NAME)
+    time.sleep(1)  # meanwhile, the main process tells the worker to end
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_service_that_is_stopped_while_a_worker_starts_ends_soon(environment, tmp_path, name):
+    settings = tmp_path / "settings.py"
+    settings.write_text(replaced(STOPPED_EARLY, {"NAME": name}))
+    with gunicorn(environment, f"--config={settings}") as (process, _):
+        assert process.wait(15) == 0  # seconds; a worker that missed the signal is killed after 30
 
 
 def test_prefix_does_not_come_from_a_header(environment, token):

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import socket
 import ssl
 import subprocess
@@ -145,14 +144,7 @@ def gunicorn(environment, *options, stdout=subprocess.DEVNULL):
         yield process, port
     finally:
         process.terminate()
-        try:
-            process.wait(3)
-        except subprocess.TimeoutExpired:
-            # A worker that had just started has missed it.
-            for worker in workers(process.pid):
-                with suppress(ProcessLookupError):
-                    os.kill(worker, signal.SIGTERM)
-            process.wait(LIMIT)
+        process.wait(LIMIT)
 
 
 def workers(pid):
