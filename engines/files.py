@@ -1,4 +1,4 @@
-"""Creates files whole or not at all, and lets one writer at a time have a database's file.
+"""Creates whole files or none (see give_name), and lets one writer at a time have a database.
 
 Notices what SQLite does not: that this file was replaced, or opened before a fork.
 """
@@ -110,11 +110,11 @@ class DatabaseFile:
         if os.path.exists(self.path):
             return None
         if others:
-            # SQLite would delete a -wal, and with it the last writes that were acknowledged. A
-            # -journal, which anybody may have made up, it would copy into the new file.
+            # SQLite would delete a -wal, and with it the last writes that were acknowledged. It
+            # would apply a -journal, which anybody may have made up, to the new file.
             raise Unavailable(f"{others[0]} has no database beside it; move it away first")
-        if os.path.islink(self.path):  # to a disk that is not mounted, perhaps
-            raise Unavailable(f"a link that leads to no file: {self.path}")
+        if os.path.islink(self.path):
+            self.check_identity()  # this raises: the link leads to no file
         return self.path
 
     def check_identity(self, outage: type[Unavailable] = Unavailable) -> None:
@@ -124,14 +124,18 @@ class DatabaseFile:
         """
         try:
             found = os.stat(self.path)
-            if stat.S_ISDIR(found.st_mode):
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         except FileNotFoundError:
-            missing = f"no database at {self.path}: {HOW_TO_BEGIN}"
-            removed = f"the database file was removed: {self.path}"
-            raise outage(removed if self._id else missing) from None
+            if self._id:
+                reason = f"the database file was removed: {self.path}"
+            elif os.path.islink(self.path):  # to a disk that is not mounted, perhaps
+                reason = f"a link that leads to no file: {self.path}"
+            else:
+                reason = f"no database at {self.path}: {HOW_TO_BEGIN}"
+            raise outage(reason) from None
         except OSError as error:
             raise outage(f"{error.strerror}: {self.path}") from error
+        if not stat.S_ISREG(found.st_mode):  # SQLite would wait for whoever writes to a pipe
+            raise outage(f"not a regular file: {self.path}")
         id = found.st_dev, found.st_ino
         self._id = self._id or id
         if id != self._id:

@@ -227,6 +227,9 @@ def test_link_to_a_disk_that_is_not_mounted_gets_no_database(
         with pytest.raises(Unavailable, match=f"^{reason}: "):
             use()
     assert list(disk.glob("*")) == []
+    if is_link == "the file":  # and nobody is sent to a command that creates none
+        with pytest.raises(Unavailable, match=f"^{reason}: "):
+            engine.open_database()
 
 
 def test_folder_is_created_along_with_the_file_but_not_its_parents(tmp_path):
@@ -240,11 +243,14 @@ def test_folder_is_created_along_with_the_file_but_not_its_parents(tmp_path):
 @pytest.mark.parametrize(
     "path, reason",
     [
-        ("/", "Is a directory"),
+        ("/", "not a regular file"),
         ("/dev/null/x.db", "Not a directory"),
+        ("pipe", "not a regular file"),  # SQLite would wait for whoever writes to it
     ],
 )
-def test_impossible_path_is_refused(path, reason):
+def test_impossible_path_is_refused(tmp_path, path, reason):
+    os.mkfifo(tmp_path / "pipe")
+    path = str(tmp_path / path)
     with pytest.raises(Unavailable, match=f"^{reason}: {path}$"):
         SQLite(path).open_database(creates=True)
 
