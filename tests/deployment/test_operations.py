@@ -550,6 +550,25 @@ def test_only_nginx_and_root_reach_the_socket(machine, user):
     machine.paste(f"{as_user} curl -sS {SOCKET}/health", status=7)
     other = f"{as_user} sh -c 'ln -sf /run/other {socket} || touch {Path(socket).parent}/x'"
     machine.paste(other, status=1)
+# A request whose body takes longer than a stop may last.
+SLOW = f"sleep 20 | curl -sS {SOCKET}{PROJECTS} -T - -X POST -H 'Content-Type: application/json'"
+
+
+def test_restart_that_has_to_kill_refuses_no_request(machine, token_of_ann):
+    drop_in = "/run/systemd/system/gardening.service.d/soon.conf"
+    machine.paste(
+        f"mkdir {Path(drop_in).parent}; tee {drop_in}", input="[Service]\nTimeoutStopSec=1\n"
+    )
+    slow = f"{SLOW} -H 'Authorization: Bearer {token_of_ann}' &"
+    machine.paste(
+        f"rm -f /run/enough /run/statuses.*; systemctl daemon-reload; {slow} {CLIENTS} sleep 1;"
+        f"systemctl restart gardening; touch /run/enough; wait; rm {drop_in};"
+        "systemctl daemon-reload"
+    )
+    machine.paste("journalctl -u gardening | grep -q \"'stop-sigterm' timed out\"")
+    assert {*machine.paste("cat /run/statuses.*").split()} == {"200"}
+
+
     machine.paste(f"systemctl stop gardening; {other}", status=1)
     machine.paste("systemctl start gardening")
 
@@ -571,7 +590,7 @@ def test_another_site_of_the_same_nginx_reaches_the_service(machine):
 @contextmanager
 def elsewhere(machine, database):
     """The folder of a copy of the database, which the units use as the settings have it."""
-    folder, drop_in = Path(database).parent, "gardening{,-backup}.service.d/folder.conf"
+    folder, drop_in = Path(database).parent, "gardening{,-}.service.d/folder.conf"
     [writable] = re.findall('ReadWritePaths="FOLDER"', (ROOT / SETTINGS).read_text())
     writable = writable.replace("FOLDER", str(folder).replace("\\", r"\\"))
     quoted = shlex.quote(str(folder))
@@ -580,15 +599,44 @@ def elsewhere(machine, database):
     machine.paste(
         "cat >> /etc/gardening.env", input=f"GARDENING_DATABASE={shlex.quote(database)}\n"
     )
-    machine.paste(f"gardening restore {BACKUPS}/here.db && rm {BACKUPS}/here.db")
-    machine.paste("systemctl restart gardening", status=1)  # which may not write there
+    # As yet, nothing may write there.
+    machine.paste(f"gardening restore {BACKUPS}/here.db", status=1)
     machine.paste(
-        "cd /etc/systemd/system && mkdir -p gardening-backup.service.d && "
-        f"tee {drop_in} && systemctl daemon-reload",
+        f"cd /etc/systemd/system && tee {drop_in} && systemctl daemon-reload",
         input=f"[Service]\n{writable}\n",
     )
     try:
-        machine.paste("systemctl start gardening")
+@pytest.mark.parametrize(
+    "needed", ["/etc/gardening.env", "/opt/gardening", "/opt/gardening/.venv/bin/gunicorn"]
+)
+def test_start_that_fails_before_its_command_leaves_no_socket_open(machine, needed):
+    """Requests would wait, and a change be made when its client has long gone."""
+    machine.paste(f"mv {needed} {needed}-moved; systemctl restart gardening", status=1)
+    try:
+        wait_for(
+            lambda: machine.paste("systemctl is-active gardening.socket || true") == "inactive\n"
+        )
+        machine.paste(f"curl -sS {SOCKET}/health", status=7)
+    finally:
+        machine.paste(f"mv {needed}-moved {needed}; systemctl start gardening")
+    assert curl(machine, "/health")[0] == 200
+
+
+def test_folder_of_the_database_may_be_a_link(machine, no_backups, empty_account):
+    folder = "/var/lib/gardening"
+    machine.paste(f"mv {folder} /var/larger && ln -s /var/larger {folder}")
+    try:
+        machine.paste("systemctl restart gardening && systemctl start gardening-backup")
+        add_project(machine, empty_account, "Park")
+        go_back(machine, machine.paste(RESTORE))
+        assert names(machine, empty_account) == ["Park"]
+        assert " ann\n" in machine.paste("gardening token list")
+    finally:
+        machine.paste(f"rm {folder} && mv /var/larger {folder} && systemctl restart gardening")
+
+
+        machine.paste(f"gardening restore {BACKUPS}/here.db && rm {BACKUPS}/here.db")
+        machine.paste("systemctl restart gardening")
         yield folder
     finally:
         machine.paste(f"cd /etc/systemd/system && rm {drop_in} && systemctl daemon-reload")
