@@ -18,6 +18,7 @@ from deployment.servers.machine import ENVIRONMENT, start_machine
 from deployment.servers.nginx import HOST
 from helpers.running import LIMIT, PROJECTS, ROOT, blocks, replaced, run, wait_for
 
+from helpers.stores import journal_that_names
 PAGE = "docs/operations.md"
 POSTGRESQL = "docs/postgresql.md"
 SETTINGS = "deploy/gardening.env"
@@ -286,7 +287,9 @@ def test_command_has_the_status_and_the_files_of_its_caller(machine):
     error = machine.paste("gardening token revoke 999", status=1)
     assert error == "Error: There is no token with the ID 999.\n"
     # It is collected a moment after it has ended.
-    wait_for(lambda: machine.paste("systemctl list-units --all --no-legend 'run-*.service'") == "")
+    wait_for(
+        lambda: machine.paste("systemctl list-units --all --no-legend 'gardening-command-*'") == ""
+    )
     machine.paste(f"cd {BACKUPS} && rm -f mine.db && gardening backup mine.db")
     owner = machine.paste(f"stat --format='%U %a' {BACKUPS}/mine.db")
     assert owner == "gardening 600\n"
@@ -342,6 +345,57 @@ def test_command_asks_before_it_deletes(machine):
 
 
 def test_name_of_a_folder_is_no_line_of_a_unit(machine, token_of_ann):
+@pytest.mark.parametrize("database", ["a link to it", "beside a journal that names it"])
+def test_command_changes_and_deletes_no_backup(machine, no_backups, database):
+    """Whoever runs code in the service may put anything in the place of its database."""
+    machine.paste("systemctl start gardening-backup")
+    backup = machine.paste(f"systemctl stop gardening; mv {DATABASE} /run/kept.db; ls {BACKUPS}/*")
+    backup = backup.splitlines()[-1]
+    if database == "a link to it":
+        forge, journal = f"ln -s {backup} {DATABASE}", b""
+    else:
+        forge = f"cp {backup} {DATABASE} && base64 -d >{DATABASE}-journal"
+        journal = journal_that_names(backup, int(machine.paste(f"stat --format=%s {backup}")))
+    as_user = f"cd / && runuser -u gardening -- sh -c '{forge}'"
+    machine.paste(as_user, input=base64.b64encode(journal).decode())
+    try:
+        before = machine.paste(f"sha256sum {backup}")
+        for command in ("token list", "token create eve", f"backup {BACKUPS}/copy.db"):
+            machine.paste(f"gardening {command} || true")
+        assert machine.paste(f"sha256sum {backup}") == before
+    finally:
+        machine.paste(f"rm -f {DATABASE}*; mv /run/kept.db {DATABASE}; systemctl start gardening")
+
+
+@pytest.mark.parametrize("folder", ["/tmp", BACKUPS, "/srv/my copies"])
+def test_backup_of_the_command_is_where_its_caller_wants_it(machine, token_of_ann, folder):
+    machine.paste(
+        f"mkdir -p '{folder}'; chown gardening /srv/my* || true; rm -f '{folder}/mine.db'"
+    )
+    machine.paste(f"cd '{folder}' && gardening backup mine.db")
+    machine.paste(f"gardening restore '{folder}/mine.db' 2>&1 | grep -q 'is not empty'")
+    machine.paste(f"rm '{folder}/mine.db'")
+
+
+def test_backup_of_the_command_is_where_its_path_leads_or_nowhere(machine):
+    """The sandbox has a /tmp of its own, and starts in / if it may not enter root's home."""
+    machine.paste(
+        "rm -rf /srv/b /tmp/*.db; mkdir /srv/b && chown gardening /srv/b && ln -s /srv/b /tmp/l"
+    )
+    machine.paste("gardening backup /tmp/l/a.db && cd /tmp && gardening backup -- -a.db")
+    assert machine.paste("ls /srv/b/* /tmp/*.db").split() == ["/srv/b/a.db", "/tmp/-a.db"]
+    machine.paste("ln -s /srv/b/c.db /tmp/c.db")
+    for refused in (
+        "/tmp/c.db",
+        "tmp/a.db",
+        "var/lib/gardening/a.db",
+        "/home/a.db",
+        "/nowhere/a.db",
+    ):
+        machine.paste(f"cd /root && gardening backup {refused}", status=1)
+    machine.paste("rm -r /srv/b /tmp/l /tmp/*.db")
+
+
     """Which systemd would run as root, once it has read its units again."""
     folder = r"/run/x\nExecStopPost=+/bin/touch /run/forged\ny"
     machine.paste(

@@ -48,14 +48,22 @@ def is_sqlite(plain_sql):
     return isinstance(plain_sql, sqlite3.Connection)
 
 
-def put_journal_beside(database, victim):
-    """With a -journal that lets SQLite delete this file: its super-journal (file format, 3.1)."""
-    victim.write_text("not empty")
+def journal_that_names(victim, size):
+    """The -journal of a database of this size which lets SQLite delete the file `victim`.
+
+    SQLite takes that for its super-journal (file format, 3.1).
+    """
     page, sector, magic = 4096, 512, bytes.fromhex("d9d505f920a163d7")
-    header = magic + struct.pack(">5I", 0, 0, os.path.getsize(database) // page, sector, page)
-    name = bytes(victim)
+    header = magic + struct.pack(">5I", 0, 0, size // page, sector, page)
+    name = os.fsencode(victim)
     end = struct.pack(">I", 2**30 // page + 1) + name + struct.pack(">2I", len(name), sum(name))
-    Path(f"{database}-journal").write_bytes(header.ljust(sector, b"\0") + end + magic)
+    return header.ljust(sector, b"\0") + end + magic
+
+
+def put_journal_beside(database, victim):
+    victim.write_text("not empty")
+    journal = journal_that_names(victim, os.path.getsize(database))
+    Path(f"{database}-journal").write_bytes(journal)
 
 
 def open_files():
