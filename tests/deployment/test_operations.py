@@ -518,6 +518,16 @@ def test_changed_unit_is_installed_and_in_effect(machine):
     release(machine, "git revert --no-edit --no-commit HEAD")
     machine.paste(upgrade_later())
 
+def test_changed_socket_is_installed_and_in_effect(machine):
+    release(machine, "sed -i s/SocketMode=0660/SocketMode=0600/ deploy/*.socket")
+    paste_twice(machine, upgrade_later())
+    stat = "stat --format=%a /run/gardening/socket"
+    assert machine.paste(stat) == "600\n"
+    release(machine, "git revert --no-edit --no-commit HEAD")
+    machine.paste(upgrade_later())
+    assert machine.paste(stat) == "660\n"
+
+
 
 # Three clients of nginx, each with one connection, until the file is there. They note statuses.
 CLIENTS = f"""
@@ -716,6 +726,13 @@ def test_install_ends_when_packages_cannot_be_installed(machine, fails):
     assert ("Not installed." in printed, workers(machine) == process) == (status, status)
     called = ["update", "install --yes curl dbus python3-venv"]
     assert machine.paste("cat /run/called").splitlines() == called[: 1 if fails == "update" else 2]
+
+def test_install_takes_no_argument(machine):
+    started = main_pid(machine)
+    printed = machine.paste("/opt/gardening/deploy/install --help", status=1)
+    assert printed.startswith("deploy/install takes no arguments") and printed.count("\n") == 1
+    assert main_pid(machine) == started
+
 
 
 def test_install_from_the_hook_of_a_repository_leaves_that_alone(machine):
