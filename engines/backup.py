@@ -150,7 +150,7 @@ def open_backup(path: str) -> sqlite3.Connection:
     if not stat.S_ISREG(os.stat(path).st_mode):  # SQLite would wait for the writer of a pipe
         raise BadBackup("not a regular file")
     path = os.path.realpath(path)  # which has the -wal beside it
-    # It may name another file, which SQLite would then delete. No backup has one.
+    # A -journal may name another file, which SQLite would then delete. No backup has one.
     if os.path.lexists(f"{path}-journal"):
         raise BadBackup("there is a -journal beside it: move that away")
     uri = f"{Path(path).as_uri()}?mode=ro"
@@ -227,7 +227,7 @@ def require_empty(connection: Connection) -> None:
     """Raises Unavailable if there is a row in any table."""
     for table in COLUMNS:
         if connection.fetch(f"SELECT 1 FROM {table} LIMIT 1", {}):
-            hint = "deploy/restore replaces an SQLite file; for PostgreSQL, see docs/postgresql.md"
+            hint = "to replace one, see docs/operations.md, docs/container.md or docs/postgresql.md"
             raise Unavailable(f"the database to fill is not empty; {hint}")
 
 

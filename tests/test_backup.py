@@ -205,7 +205,9 @@ def test_restore_into_a_filled_database_is_refused(source, database, file, targe
         if what == "account":
             target_store.delete_project("eve", id)
     before = everything(target_store)
-    with pytest.raises(Unavailable, match="^the database to fill is not empty; deploy/restore "):
+    with pytest.raises(
+        Unavailable, match="^the database to fill is not empty; to replace one, see "
+    ):
         restore(target_store.engine, file)
     assert everything(target_store) == before
 

@@ -27,6 +27,7 @@ from helpers.running import (
     run,
     token_on,
 )
+from helpers.testservice import copy_service
 
 PAGE = "docs/container.md"
 COMPOSE = BIN / "docker-compose"
@@ -159,72 +160,92 @@ def started(command, environment):
 # What the page's commands do in the container, done here, with a folder for its volume.
 DOCKER = """#!/bin/sh -e
 [ "$COMPOSE_FILE" = /opt/gardening/deploy/compose.yaml ]
-in_volume() { echo "$1" | sed "s,/data,$VOLUME,g"; }
 case "$*" in
-"compose stop" | "compose up --detach --wait") echo "$2" >>"$VOLUME.called"; exit ;;
-"compose exec -T "* | "compose run --rm "*"-T gardening "*) ;;
+"compose restart" | "compose up --detach --wait") echo "$2" >>"$VOLUME.called"; exit ;;
+"compose exec -T gardening sh -ec "* | \
+"compose run --rm -T gardening /opt/gardening/deploy/replace-database "*) ;;
 *) exit 1 ;;
 esac
-until [ "$1" = gardening ]; do
-    [ "$1" != --env ] || export "$(in_volume "$2")"
+until [ "$1" = gardening ]; do shift; done
+shift
+cd "$CLONE"
+for argument; do
+    set -- "$@" "$(echo "$argument" | sed "s,/data,$VOLUME,g; s,/opt/gardening,$CLONE,")"
     shift
 done
-[ "$2 $3" = "sh -ec" ]
-cd "$CLONE"
-exec sh -ec "$(in_volume "$4")"
+exec "$@"
 """
-BACKUP, RESTORE = blocks(PAGE, "Backup and restore")
+BACKUP, RESTORE, GO_BACK = blocks(PAGE, "Backup and restore")
 
 
 @pytest.fixture
 def docker(environment, database, tmp_path):
-    """Runs a block of the page in a folder of its own, which it returns."""
-    folder = tmp_path / "host"
+    """Runs commands of the page in a folder of its own, which it returns."""
+    folder, clone = tmp_path / "host", tmp_path / "clone"
     folder.mkdir()
     (folder / "docker").write_text(DOCKER)
     (folder / "docker").chmod(0o755)
+    (clone / "deploy").mkdir(parents=True)
+    copy_service(clone)
+    shutil.copy(ROOT / "deploy/replace-database", clone / "deploy")
+    (clone / ".venv").symlink_to(BIN.parent)
     there = environment | {
         "PATH": f"{folder}:{BIN}:{environment['PATH']}",
         "COMPOSE_FILE": "/opt/gardening/deploy/compose.yaml",
         "VOLUME": str(Path(database).parent),
-        "CLONE": str(ROOT),
+        "CLONE": str(clone),
     }
 
-    def paste(block, status=0):
-        run("sh", "-c", block, folder=folder, environment=there, status=status)
-        return folder
+    def paste(script, status=0):
+        return folder, run("sh", "-c", script, folder=folder, environment=there, status=status)
 
     return paste
 
 
+@pytest.fixture
+def database(tmp_path):
+    """In a folder of its own, which stands for the volume."""
+    (tmp_path / "data").mkdir()
+    return str(tmp_path / "data/gardening.db")
+
+
+def files_in(volume):
+    """But for SQLite's own."""
+    return {path.name for path in volume.iterdir() if not re.search("db-[a-z]+$", path.name)}
+
+
 def test_backup_of_a_container_is_restored_in_a_volume(environment, database, docker):
-    token = token_on(database)
+    token, volume = token_on(database), Path(database).parent
     with gunicorn(environment) as (_, port), Client(port, token) as client:
         kept = client.call("POST", PROJECTS, {"name": "Park"})[1]
         docker(BACKUP)
         since = client.call("POST", PROJECTS, {"name": "written since"})[1]
+        # While the service runs, which then restarts.
+        _, printed = docker(RESTORE)
+    with gunicorn(environment) as (_, port), Client(port, token) as client:
+        assert client.call("GET", PROJECTS) == (200, [kept])
+    assert Path(f"{volume}.called").read_text().split() == ["restart", "up"]
+    [old] = re.findall("To go back: (.*)\n\\Z", printed.stdout)
+    docker(replaced(GO_BACK, {"PATH": old.replace(str(volume), "/data")}))
+    with gunicorn(environment) as (_, port), Client(port, token) as client:
+        assert client.call("GET", PROJECTS) == (200, [kept, since])
+    os.remove(database)  # a lost one is no hindrance
     docker(RESTORE)
     with gunicorn(environment) as (_, port), Client(port, token) as client:
         assert client.call("GET", PROJECTS) == (200, [kept])
-    volume = Path(database).parent
-    assert Path(f"{volume}.called").read_text().split() == ["stop", "up"]
-    [before] = volume.glob("before-*")
-    [call] = re.findall("`(run --rm --env .*?)`", (ROOT / PAGE).read_text())
-    docker(replaced(BACKUP, {"exec": call.replace("before-DATE", before.name)}))
-    os.remove(database)  # a lost one is no hindrance
-    docker(f"sleep 1.1; {RESTORE}")
-    with gunicorn(environment) as (_, port), Client(port, token) as client:
-        assert client.call("GET", PROJECTS) == (200, [kept, since])
-    assert not (volume / "new").exists()
+    kinds = sorted(re.sub(r"20\S+Z", "DATE", name) for name in files_in(volume))
+    assert kinds == ["DATE.db"] * 3 + ["before-DATE.db", "gardening.db"]
 
 
-def test_copy_that_is_refused_stops_no_container_and_leaves_nothing(environment, database, docker):
+def test_copy_that_is_refused_restarts_no_container_and_leaves_nothing(
+    environment, database, docker
+):
     token, volume = token_on(database), Path(database).parent
     with gunicorn(environment) as (_, port), Client(port, token) as client:
         docker(BACKUP)
         docker(f"echo nonsense >gardening.db\n{RESTORE}", status=1)
         assert client.call("GET", PROJECTS) == (200, [])
-        assert {*volume.glob("[!g]*")} == {volume / "host"}
+    assert files_in(volume) == {"gardening.db"}
     assert not Path(f"{volume}.called").exists()
 
 
@@ -235,7 +256,9 @@ def test_copies_of_seven_nights_are_kept(token, database, docker):
     assert time == "0 3 * * * " and "%" not in command.replace(r"\%", "")
     [file] = re.findall("save that block as `(.*?)`", (ROOT / PAGE).read_text())
     command = replaced(command, {r"\%": "%", f"cd {Path(file).parent} && ": ""})
-    folder = docker(f"cat >{Path(file).name} <<'END'\n{BACKUP}END\nunset COMPOSE_FILE\n{command}")
+    folder, _ = docker(
+        f"cat >{Path(file).name} <<'END'\n{BACKUP}END\nunset COMPOSE_FILE\n{command}"
+    )
     [copy] = folder.glob("night-[1-7].db")
     assert copy.stat().st_mode & 0o777 == 0o600
     with closing(sqlite3.connect(copy)) as connection:
