@@ -36,7 +36,8 @@ CREATE TABLE project (
     UNIQUE (account, id),
     UNIQUE (account, key)
 ) STRICT, WITHOUT ROWID;  -- kept in the order of its key, so a list is one range of it
--- Without this index, a page would read every Project before it. (On PostgreSQL, the primary key is one already.)
+-- Without this index, a page that is asked for by its number would read every Project before it. (On
+-- PostgreSQL, the primary key is such an index.)
 CREATE INDEX project_seq ON project (account, seq);
 
 CREATE TABLE spent_key (                            -- the keys of deleted Projects, so that no
