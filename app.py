@@ -13,9 +13,9 @@ from textwrap import indent
 from traceback import format_exception
 from typing import Any
 
-from flask import Blueprint, Flask, Response, request
+from flask import Blueprint, Flask, Request, Response, request
 from werkzeug.http import quote_etag
-from werkzeug.routing import Rule
+from werkzeug.routing import MapAdapter, Rule
 
 import commands
 import problems
@@ -40,7 +40,13 @@ api = Blueprint("api", __name__)
 
 
 class Application(Flask):
-    """Logs a bug so that a caller's text never begins a line of the log."""
+    """Ignores offers to upgrade, and logs a bug so that no text of a caller begins a line."""
+
+    def create_url_adapter(self, request: Request | None) -> MapAdapter | None:
+        adapter = super().create_url_adapter(request)
+        if adapter:
+            adapter.websocket = False  # an offer may be ignored (RFC 9110 7.8)
+        return adapter
 
     def log_exception(self, exc_info: Any) -> None:
         # Indented, since the error may quote the caller.

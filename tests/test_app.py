@@ -33,6 +33,15 @@ def test_hello_echoes_any_method_whatever_the_token(app, headers):
         assert set(response.json) == {"greetings", "requestMethod"}
 
 
+@pytest.mark.parametrize("path", [PROJECTS, HELLO, "/health", "/openapi.json"])
+def test_offer_to_upgrade_is_ignored(client, project_url, path):
+    """A proxy may pass one on, and a library may always make one."""
+    client.environ_base |= {"HTTP_CONNECTION": "Upgrade", "HTTP_UPGRADE": "websocket"}
+    assert client.get(path).status_code == 200
+    assert client.put(project_url, json={}).status_code == 200
+    assert client.get(f"{path}/x").status_code == 404
+
+
 def test_create_responds_with_the_project_and_its_address(client):
     response = client.post(PROJECTS, json={"name": "Park", "location": POINT})
     assert response.status_code == 201
