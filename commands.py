@@ -21,7 +21,7 @@ from auth import current_store, issue_token
 from engines.backup import BadBackup, backup, restore
 from engines.engine import Engine
 from engines.errors import OutcomeUnknown, Unavailable
-from engines.names import BadName, BadNote, account_name
+from engines.names import BadName, BadNote, account_name, is_printable
 from store import Store
 
 MAX_DAYS = 1_000_000  # 2,700 years; Python's dates end with the year 9999
@@ -55,7 +55,7 @@ def failure(error: Exception) -> click.ClickException:
 
 def printable(line: str) -> str:
     """Without escape sequences, which the terminal would obey, whoever wrote them into the file."""
-    return "".join(each if each.isprintable() else "?" for each in line)
+    return "".join(each if is_printable(each) else "?" for each in line)
 
 
 account_commands = Group("account", help="List and delete accounts.")

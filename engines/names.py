@@ -29,7 +29,7 @@ def account_name(text: str) -> str:
 def is_account_name(text: str) -> bool:
     """Whether account_name returns the text as it is."""
     is_nfc = unicodedata.is_normalized("NFC", text)
-    return is_nfc and 0 < len(text) <= 255 and text.isprintable() and text == text.strip()
+    return is_nfc and 0 < len(text) <= 255 and is_printable(text) and text == text.strip()
 
 
 def check_note(text: str) -> None:
@@ -39,4 +39,12 @@ def check_note(text: str) -> None:
 
 
 def is_note(text: str) -> bool:
-    return 0 < len(text) <= 100 and text.isprintable()
+    return 0 < len(text) <= 100 and is_printable(text)
+
+
+def is_printable(text: str) -> bool:
+    """Whether each character is printable, or unknown to this Python's Unicode (Cn).
+
+    A newer Python may know it, and make a backup with it.
+    """
+    return all(each.isprintable() or unicodedata.category(each) == "Cn" for each in text)

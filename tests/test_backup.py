@@ -57,7 +57,8 @@ def source(store):
     store.create_project("ann", {"name": "kept"}, "key")
     store.delete_project("ann", store.create_project("ann", {}, "spent").id)
     for name in ("one", "two", "three", "four"):
-        store.add_token("ann", digest(name), 30 if name == "two" else None)
+        note = "\u0378"  # which no Python's Unicode knows
+        store.add_token("ann", digest(name), 30 if name == "two" else None, note)
     for id in (2, 4):
         store.revoke_token(id)
     return store

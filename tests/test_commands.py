@@ -96,18 +96,21 @@ def test_database_is_created_on_purpose_and_said(database):
         assert commands.invoke(args=["token", "create", "ann"]).exit_code == 0
 
 
+UNKNOWN = "\u0378"  # to every Python, as today's newest emoji is to those of yesterday
+
+
 def test_note_is_shown_with_its_token(command):
     for account, *note in [
         ("bob", "--note", "é" * 100),
         ("a long name",),
-        ("bob", "--note", "x y"),
+        ("bob", "--note", f"x {UNKNOWN}"),
     ]:
         assert command("token", "create", account, *note).exit_code == 0
     header, *lines = command("token", "list").stdout.splitlines()
     columns = header.index("ACCOUNT"), header.index("NOTE")
     accounts = [line[slice(*columns)].rstrip() for line in lines]
     assert accounts == ["bob", "a long name", "bob"]
-    assert [line[columns[1] :] for line in lines] == ["é" * 100, "", "x y"]
+    assert [line[columns[1] :] for line in lines] == ["é" * 100, "", f"x {UNKNOWN}"]
 
 
 def test_tokens_of_one_account_are_listed(command):
@@ -197,6 +200,7 @@ def test_id_and_new_account_are_named_on_standard_error(command, store):
 
 
 NAMES = {"shortest": "é", "accent": "Zoë", "longest": "é" * 255, "inner spaces": "a  b"}
+NAMES["unknown"] = UNKNOWN
 
 
 @pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
@@ -216,7 +220,11 @@ def test_accounts_that_only_look_alike_are_two(command, store):
     assert len(store.list_accounts()) == 4
 
 
-@pytest.mark.parametrize("name", ["", " a", "a ", "a\0b", "\ud800", "x" * 256])
+# The categories Cc, Cs, Cf, Co, Zl, Zp and Zs.
+UNPRINTABLE = ["a\0b", "\ud800", "a\u200bb", "\ue000", "a\u2028b", "a\u2029b", "a\xa0b"]
+
+
+@pytest.mark.parametrize("name", ["", " a", "a ", "x" * 256, *UNPRINTABLE])
 def test_invalid_account_name_is_refused(command, store, name):
     for words in (["token", "create", name], ["account", "delete", name, "--yes"]):
         result = command(*words)
