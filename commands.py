@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -109,6 +110,12 @@ def utc(time: int | None) -> str:
 class TokenID(click.IntRange):
     # What click puts into its error: "'bob' is not a valid …".
     name = "ID of a token; --account revokes all tokens of an account"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Raises BadParameter, also for other forms of an integer, such as "1_0"."""
+        if not re.fullmatch("[0-9]+", str(value)):
+            self.fail(f"{value!r} is not a valid {self.name}.", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 @token_commands.command("revoke")

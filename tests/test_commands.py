@@ -142,7 +142,7 @@ USAGE = [["create"], ["revoke"], ["no-such-command"], ["revoke", "1", "--account
 USAGE += [["revoke", "--expired", *other] for other in (["1"], ["--account", "a"])]
 DAYS = ["0", "x", "1000001"]
 USAGE += [["create", "ann", "--days", days] for days in DAYS]
-USAGE += [["revoke", id] for id in ("x", str(2**63))]
+USAGE += [["revoke", id] for id in ("x", "1_0", " 1", "+1", "１", "0", str(2**63))]
 
 
 @pytest.mark.parametrize("words", USAGE)
