@@ -55,6 +55,8 @@ def give_name(partial: str, path: str) -> None:
     except OSError:  # the name is taken; or there are no links, as on exFAT and some network disks
         # A kill here leaves an empty file. No restore takes it, and as a database it has no tables.
         os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
+        if not os.path.getsize(partial):
+            return  # an empty file is there now, and another process may have begun to fill it
         try:
             os.rename(partial, path)
         except BaseException:

@@ -176,6 +176,13 @@ def test_file_system_without_links_will_do(database, file, target):
     assert list(Path(file).parent.glob("gardening-*")) == []
 
 
+def test_new_database_replaces_none_that_another_process_has_filled(database):
+    """On a file system without links, an empty file takes the name, and nothing is renamed."""
+    faults = "inject=link,linkat:error=EPERM", "-e", "inject=rename:error=EIO"
+    command = [*STRACE, *faults, BIN / "flask", "init-db"]
+    run(*command, environment=environment_of(database))
+
+
 def test_backup_that_cannot_get_its_name_leaves_no_file(store, database, file):
     """On a file system without links, where an empty file takes the name first."""
     faults = "inject=link,linkat:error=EPERM", "-e", "inject=rename:error=EIO"
