@@ -20,8 +20,8 @@ from testservice.gardening_service import COMMAND, client, run
 from testservice.server import url_of
 
 # What a user may have set, and what is not for the service.
-THEIRS = {"GARDENING_MAX_PROJECTS": "theirs", "WEB_CONCURRENCY": "theirs"}
-THEIRS |= {"SCRIPT_NAME": "/theirs"}
+READ_BY_OURS = ("FORWARDED_ALLOW_IPS", "GARDENING_MAX_PROJECTS", "PORT", "WEB_CONCURRENCY")
+THEIRS = dict.fromkeys(READ_BY_OURS, "theirs") | {"SCRIPT_NAME": "/theirs"}
 
 
 @pytest.fixture

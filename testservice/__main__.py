@@ -16,7 +16,6 @@ import socket
 import sys
 from urllib.parse import urlsplit
 
-IGNORED_PREFIXES = ("FLASK_", "GARDENING_", "SCRIPT_NAME", "WEB_CONCURRENCY")
 HELP = (
     "install the service with its dependencies, or set GARDENING_TEST_SERVICE "
     "to the command of an environment that has them"
@@ -36,7 +35,8 @@ def main() -> None:
         listener = listen(bind)
     except (OSError, ValueError) as error:
         parser.error(f"cannot listen on {bind} (HOST:PORT or [HOST]:PORT): {error}")
-    for name in [name for name in os.environ if name.startswith(IGNORED_PREFIXES)]:
+    # All settings are for the program under test.
+    for name in os.environ.keys() - {"TMPDIR"}:
         del os.environ[name]
     # Not before: gunicorn and Flask read the environment as they are imported.
     try:
