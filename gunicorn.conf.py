@@ -22,7 +22,9 @@ UNREAD_LIMIT = 64 * 1024  # bytes; gunicorn drains less than this of an unread b
 
 wsgi_app = "app:create_app()"
 bind = os.environ.get("GARDENING_BIND", "").strip()
-if bind and "LISTEN_FDS" in os.environ:  # see sd_listen_fds(3)
+# Whose process is given the socket (sd_listen_fds(3)); deploy/install does not say.
+holder = os.environ.get("LISTEN_PID", str(os.getpid()))
+if bind and "LISTEN_FDS" in os.environ and holder == str(os.getpid()):
     sys.exit("Error: GARDENING_BIND has no effect: systemd holds the socket (gardening.socket)")
 # gunicorn has the same default, but fails on an empty PORT, and takes 0 for any free port.
 if not bind:

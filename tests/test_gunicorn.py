@@ -105,10 +105,13 @@ def test_address_that_is_none_is_refused_in_one_line(environment, address):
 
 
 def test_address_that_has_no_effect_is_refused(environment):
-    """Since gunicorn takes a socket of systemd's in its place."""
+    """Since gunicorn takes a socket of systemd's in its place, but not one of another process."""
     environment |= {"GARDENING_BIND": ":8001", "LISTEN_FDS": "1"}
     refused = run(BIN / "gunicorn", environment=environment, status=1)
     assert refused.stderr.startswith("Error: GARDENING_BIND has no effect: ")
+    of_systemd = ["sh", "-c", f"LISTEN_PID=$$ exec {BIN}/gunicorn"]
+    assert run(*of_systemd, environment=environment, status=1).stderr == refused.stderr
+    assert set_up(environment, LISTEN_PID=str(os.getpid()))["bind"] == "[':8001']"
 
 
 # The settings, and a worker that stops the service before it has signal handlers of its own.
