@@ -32,14 +32,10 @@ if not bind:
     if port and not (port.isdecimal() and 0 < int(port) < 2**16):
         sys.exit("Error: PORT must be a whole number, from 1 to 65535")
     bind = f"0.0.0.0:{port}" if port else "127.0.0.1:8000"
-try:
-    address = parse_address(bind)  # as gunicorn does, which then takes any number for a port
-    is_address = not isinstance(address, tuple) or 0 <= address[1] < 2**16
-except RuntimeError:
-    is_address = False
-if not is_address:
-    kinds = "HOST:PORT, [HOST]:PORT or unix:PATH"
-    sys.exit(f"Error: GARDENING_BIND must be {kinds}, with a port of at most 65535")
+with suppress(RuntimeError):  # it is no address, as gunicorn will report in one line
+    address = parse_address(bind)
+    if isinstance(address, tuple) and not 0 <= address[1] < 2**16:  # gunicorn would crash
+        sys.exit("Error: GARDENING_BIND must have a port from 0 to 65535")
 worker_class = "gthread"
 cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 if "WEB_CONCURRENCY" not in os.environ:  # which gunicorn reads by itself

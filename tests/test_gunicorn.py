@@ -81,27 +81,20 @@ def test_two_workers_start_for_each_core_that_may_be_used(environment):
         os.sched_setaffinity(0, cores)
 
 
+ADDRESS, NUMBER = "GARDENING_BIND must have a port from 0 to 65535", "must be a whole number,"
 REFUSED = [
-    ("WEB_CONCURRENCY", "0", "1 or more"),
-    *[("PORT", port, "from 1 to 65535") for port in ("0", "-1", "65536", "http")],
+    ("WEB_CONCURRENCY", "0", f"WEB_CONCURRENCY {NUMBER} 1 or more"),
+    *[("PORT", port, f"PORT {NUMBER} from 1 to 65535") for port in ("0", "-1", "65536", "http")],
+    ("GARDENING_BIND", "127.0.0.1:65536", ADDRESS),
+    ("GARDENING_BIND", "[::1]:-1", ADDRESS),
+    ("GARDENING_BIND", "localhost:http", "'http' is not a valid port number."),  # by gunicorn
 ]
 
 
-@pytest.mark.parametrize("name, number, allowed", REFUSED)
-def test_number_that_would_serve_nobody_is_refused_in_one_line(environment, name, number, allowed):
-    refused = run(BIN / "gunicorn", environment=environment | {name: number}, status=1)
-    assert refused.stderr == f"Error: {name} must be a whole number, {allowed}\n"
-
-
-@pytest.mark.parametrize(
-    "address",
-    ["127.0.0.1:99999", "[::1]:-1", "localhost:http", "127.0.0.1:", ":", "[::1", "http://x:80"],
-)
-def test_address_that_is_none_is_refused_in_one_line(environment, address):
-    environment["GARDENING_BIND"] = address
-    refused = run(BIN / "gunicorn", environment=environment, status=1)
-    expected = "HOST:PORT, [HOST]:PORT or unix:PATH, with a port of at most 65535"
-    assert refused.stderr == f"Error: GARDENING_BIND must be {expected}\n"
+@pytest.mark.parametrize("name, value, reason", REFUSED)
+def test_setting_that_would_serve_nobody_is_refused_in_one_line(environment, name, value, reason):
+    refused = run(BIN / "gunicorn", environment=environment | {name: value}, status=1)
+    assert refused.stderr.strip() == f"Error: {reason}"
 
 
 def test_address_that_has_no_effect_is_refused(environment):
