@@ -1,0 +1,22 @@
+"""Docker's health check: whether the service responds where gunicorn listens."""
+
+import socket
+import sys
+from http.client import HTTPConnection
+from typing import Any
+
+from gunicorn.app.wsgiapp import WSGIApplication
+
+TIMEOUT = 8  # seconds; Docker waits for 10
+
+address: Any = WSGIApplication().cfg.address[0]  # as gunicorn reads its settings
+if isinstance(address, str):
+    family = socket.AF_UNIX
+else:
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+connection = HTTPConnection("gardening")
+with socket.socket(family) as connection.sock:
+    connection.sock.settimeout(TIMEOUT)
+    connection.sock.connect(address)
+    connection.request("GET", "/health")
+    sys.exit(connection.getresponse().status != 200)
