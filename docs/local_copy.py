@@ -42,9 +42,10 @@ class LocalCopy:
     `conflicts`, for the user to decide.
     """
 
-    def __init__(self, file: Path, url: str, token: str, timeout: float = 10) -> None:
+    def __init__(self, file: Path | str, url: str, token: str, timeout: float = 10) -> None:
         """`url` is the list's, `timeout` in seconds. Raises ValueError if the file has another."""
-        self.file, self.url, self.timeout = file, url.rstrip("/"), timeout
+        file = self.file = Path(file).absolute()
+        self.url, self.timeout = url.rstrip("/"), timeout
         self.session = Session()
         self.session.headers["Authorization"] = f"Bearer {token.strip()}"
         self.session.auth = lambda request: request  # or a login of ~/.netrc replaces the token

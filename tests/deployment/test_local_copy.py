@@ -143,10 +143,14 @@ def test_change_is_made_once_and_shown_whatever_fails(device, gardening, gardeni
 
 
 def test_example_of_the_page_prints_what_it_has_created(gardening, tmp_path):
+    """And goes on in the same file, whatever its folder is by then."""
     [program] = blocks("docs/local-copy.md", "In Python", "python")
+    program += "os.chdir('another')\ncopy.change({})\n"
+    (tmp_path / "another").mkdir()
     where = {"SERVICE": gardening.url, "TOKEN": gardening.token, "PYTHONPATH": str(ROOT / "docs")}
     printed = run(sys.executable, "-c", program, folder=tmp_path, environment=os.environ | where)
     assert printed.stdout == "City park\n"
+    assert len(json.loads((tmp_path / "copy.json").read_text())["changes"]) == 1
 
 
 @pytest.mark.parametrize("later", [None, {"name": "late"}])
