@@ -138,6 +138,15 @@ def named(requirement):
     return re.sub("[-_.]+", "-", re.match(r"[\w.-]+", requirement)[0]).lower()
 
 
+def test_each_requirements_file_names_the_constraints():
+    """Whoever installs one after another gets the same versions."""
+    folders = [ROOT, ROOT / ".ci", ROOT / "tests", ROOT / "tests/deployment"]
+    for folder in folders:
+        requirements = (folder / "requirements.txt").read_text()
+        [constraints] = re.findall("(?m)^-c (.*)$", requirements)
+        assert (folder / constraints).samefile(ROOT / "constraints.txt")
+
+
 def test_all_that_is_installed_is_pinned():
     """What each package needs as well; the versions are those of this run."""
     files = ["constraints.txt", "requirements.txt", "tests/requirements.txt"]
