@@ -508,6 +508,14 @@ def test_pipe_with_the_name_of_the_lock_holds_nobody_up(database, store):
     assert len(listed(store)) == 1
 
 
+def test_pipe_with_the_name_of_the_journal_is_refused(database, store):
+    """SQLite would wait for whoever writes to it."""
+    store.engine.close()
+    os.mkfifo(f"{database}-journal")
+    printed = attempt(database, "read(store)")
+    assert printed == f"Unavailable not a regular file: {database}-journal\n"
+
+
 def test_file_in_a_folder_that_cannot_be_written_to_is_unavailable(open_store):
     """SQLite needs a -shm there, and would say that the file is read-only."""
     with TemporaryDirectory(dir="/var/tmp") as folder:
