@@ -900,15 +900,17 @@ REFUSED = [  # what is there, the FILE that is given, and what is said of it
     ("touch $'a\\nb.db'", "$'a\\nb.db'", "a control character in the path /root/a?b.db"),
     ("touch $'a\\x9bb.db'", "$'a\\x9bb.db'", "a control character in the path /root/ab.db"),
     # Only root can read these.
-    (f"ln -s /etc/shadow {NEWEST}", "", "no such file that the service's user can read"),
-    (f"ln -s {NEWEST} /root/a.db && ln -s /etc/shadow {NEWEST}", "a.db", "user can read"),
+    (f"ln -s /etc/shadow {NEWEST}", "", "the service's user cannot read it"),
+    (f"ln -s {NEWEST} /root/a.db && ln -s /etc/shadow {NEWEST}", "a.db", "user cannot read it"),
     (f"gardening backup {NEWEST} && ln -s /etc/shadow {NEWEST}-wal", "", "copy it and its -wal"),
     # Here others could put a -journal beside it.
     (
         f"{SHARED} && install -m 600 /etc/hostname /run/shared/a.db",
         "/run/shared/a.db",
-        "user can read",
+        "user cannot read it. On a server, copy it to /root itself, as root's own",
     ),
+    # The service has a /tmp of its own.
+    ("install -m 644 /etc/hostname /tmp/a.db", "/tmp/a.db", "user cannot read it"),
     # In it, SQLite reads the name of a file to delete.
     (f"gardening backup {NEWEST} && touch {NEWEST}-journal", "", "-journal"),
     ("cp /etc/hostname a.db && touch a.db-journal", "a.db", "-journal"),
@@ -931,7 +933,7 @@ def test_refused_restore_stops_nothing_and_leaves_nothing(
 
 
 SETTING_REFUSED = {
-    "rm /etc/gardening.env": "the settings are missing: /etc/gardening.env",
+    "echo -n >/etc/gardening.env": "there are no settings in /etc/gardening.env",
     "echo GARDENING_DATABASE= >>/etc/gardening.env": "GARDENING_DATABASE is not an absolute path",
     "echo GARDENING_DATABASE=/etc/a.db >>/etc/gardening.env": "no file can be created in /etc",
     "echo GARDENING_DATABASE=/nowhere/a.db >>/etc/gardening.env": (
@@ -1060,10 +1062,12 @@ def test_restore_that_loses_its_terminal_is_done_or_leaves_the_old_database(
     assert names(machine, empty_account) in (["Park"], ["Park", "Wood"])
 
 
+@pytest.mark.parametrize("setting", ["", "WEB_CONCURRENCY=0"])
 def test_restore_whose_unit_is_killed_at_the_switch_is_not_called_refused(
-    machine, no_backups, empty_account
+    machine, no_backups, empty_account, saved_settings, setting
 ):
-    """By the last program that it calls. The service restarts nevertheless."""
+    """By the last program that it calls. The service restarts nevertheless, if it can."""
+    machine.paste(f"echo {setting} >>/etc/gardening.env")
     add_project(machine, empty_account, "Park")
     machine.paste("systemctl start gardening-backup")
     add_project(machine, empty_account, "Wood")
@@ -1072,7 +1076,20 @@ def test_restore_whose_unit_is_killed_at_the_switch_is_not_called_refused(
     printed = machine.paste(RESTORE, status=1)
     machine.paste(f"rm -r {killing} /var/lib/gardening/*.partial")  # which the next night removes
     assert "The restore was ended early: " in printed
+    if setting:
+        machine.paste(f"cp {saved_settings} /etc/ && systemctl restart gardening")
     assert names(machine, empty_account) == ["Park"]
+
+
+def test_way_back_can_be_pasted_if_the_service_does_not_start_after_a_restore(
+    machine, no_backups, empty_account, saved_settings
+):
+    machine.paste("systemctl start gardening-backup")
+    add_project(machine, empty_account, "Wood")
+    machine.paste("echo WEB_CONCURRENCY=0 >>/etc/gardening.env")
+    [back] = re.findall("(?m)^To go back: (.*)$", machine.paste(RESTORE, status=1))
+    machine.paste(f"cp {saved_settings} /etc/ && {back}")
+    assert names(machine, empty_account) == ["Wood"]
 
 
 def test_ctrl_c_ends_the_wait_for_a_restore_that_hangs(machine, no_backups):
