@@ -196,8 +196,8 @@ def test_version_is_the_commit_in_the_clone_of_root(machine):
 
 
 @pytest.mark.parametrize("unit", sorted(DEPLOY.glob("*.service")), ids=attrgetter("name"))
-def test_unit_has_few_rights(machine, unit):
-    command = f"systemd-analyze security {unit.name}"
+def test_unit_has_few_rights_even_after_a_change_is_reverted(machine, unit):
+    command = f"systemctl revert {unit.name}; systemd-analyze security {unit.name}"
     [exposure] = re.findall(r"exposure level for \S+: ([\d.]+)", machine.paste(command))
     assert float(exposure) < 2
     shown = machine.paste(f"systemctl show --property=SystemCallFilter {unit.name}")
@@ -256,6 +256,13 @@ OTHER_UNIT = "systemd-run --quiet --wait --collect --pipe --unit=gardening-other
 def test_one_unit_does_not_reach_into_the_processes_of_another(machine):
     """By /proc, the service could delete all backups."""
     machine.paste(f"{OTHER_UNIT} ls /proc/{main_pid(machine)}/root/", status=2)
+
+
+def test_service_sees_no_backup_and_writes_no_lock(machine):
+    machine.paste(f"touch {BACKUPS}/mine.db")
+    root = f"/proc/{main_pid(machine)}/root"
+    assert machine.paste(f"ls {root}{BACKUPS}; rm {BACKUPS}/mine.db") == ""
+    machine.paste(f"{OTHER_UNIT} touch /run/lock/mine", status=1)
 
 
 def test_unit_cannot_ask_systemd_to_run_another_one(machine):
@@ -695,7 +702,8 @@ def elsewhere(machine, database):
     # As yet, nothing may write there.
     machine.paste(f"gardening restore {BACKUPS}/here.db", status=1)
     machine.paste(
-        f"cd /etc/systemd/system && tee {drop_in} && systemctl daemon-reload",
+        f"cd /etc/systemd/system && mkdir -p {Path(drop_in).parent} && tee {drop_in} &&"
+        " systemctl daemon-reload",
         input=f"[Service]\n{writable}\n",
     )
     try:
@@ -718,11 +726,10 @@ chmod +x /run/bin/*
 
 @pytest.mark.parametrize("fails", ["update", "install", "none"])
 def test_install_ends_when_packages_cannot_be_installed(machine, fails):
-    machine.paste(f"mkdir -p /run/bin && rm -f /run/called && {NO_PACKAGES}")
-    process, path = workers(machine), f"/run/bin:{ENVIRONMENT['PATH']}"
-    status = 1 if fails != "none" else 0
-    install = "/opt/gardening/deploy/install"
-    printed = machine.paste(install, status=status, PATH=path, FAILS=fails)
+    machine.paste(f"touch /run/called; {NO_PACKAGES}")
+    process, status = workers(machine), 1 if fails != "none" else 0
+    printed = machine.paste("/opt/gardening/deploy/install", status=status, FAILS=fails)
+    machine.paste("cd /usr/local/bin && rm dpkg apt-get && ln -s /srv/apt-get .")
     assert ("Not installed." in printed, workers(machine) == process) == (status, status)
     called = ["update", "install --yes curl dbus python3-venv"]
     assert machine.paste("cat /run/called").splitlines() == called[: 1 if fails == "update" else 2]
@@ -1133,7 +1140,10 @@ def test_restore_without_links_changes_nothing_and_says_what_to_do(
     add_project(machine, empty_account, "Park")
     machine.paste("systemctl start gardening-backup")
     before, drop_in = files(machine), "/etc/systemd/system/gardening-.service.d/links.conf"
-    machine.paste(f"cat >{drop_in}", input=f"[Service]\nSystemCallFilter=~{call}\n")
+    machine.paste(
+        f"mkdir -p {Path(drop_in).parent} && cat >{drop_in}",
+        input=f"[Service]\nSystemCallFilter=~{call}\n",
+    )
     try:
         printed = machine.paste(f"systemctl daemon-reload; {RESTORE}", status=1)
     finally:
