@@ -547,6 +547,13 @@ done
 """
 
 
+def test_restart_is_over_once_the_service_has_responded(machine):
+    """gunicorn reports that it is ready before that."""
+    machine.paste("systemctl restart gardening")
+    start = "_SYSTEMD_INVOCATION_ID=$(systemctl show --property=InvocationID --value gardening)"
+    wait_for(lambda: '"GET /health" 200' in machine.paste(f"journalctl --output=cat {start}"))
+
+
 @pytest.mark.parametrize(
     "command", ["systemctl restart gardening", "/opt/gardening/deploy/install"]
 )
