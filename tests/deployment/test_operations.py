@@ -1451,7 +1451,9 @@ def test_service_that_was_taken_over_ends_and_goes_back(machine, no_backups, emp
     backup, taken = machine.paste(f"ls {BACKUPS}/*").strip(), main_pid(machine)
     socket = machine.paste("stat --format=%i /run/gardening/socket")
     script = replaced(block("If the service was taken over"), {"BACKUP": backup})
-    printed = machine.paste(f"{script} rm -r /var/lib/gardening-before")
+    machine.paste("systemd-run --unit=gardening-command-1 --uid=gardening sleep 99")
+    printed = paste_twice(machine, script)
+    machine.paste("! systemctl is-active gardening-command-1 && rm -r /var/lib/gardening-*")
     assert "Restored: " in printed and " ann\n" in printed
     assert "Handling signal: term" not in machine.paste(f"journalctl _PID={taken}")
     assert machine.paste("stat --format=%i /run/gardening/socket") != socket
