@@ -75,7 +75,8 @@ def installed(srv):
         release(machine, "git init --quiet --initial-branch=main .")
         # A Python of root's own, which the service's user could not read.
         machine.paste("ln -s /bin/false /usr/local/bin/python3")
-        paste_twice(machine, INSTALL)
+        machine.paste(f"umask 000; {INSTALL}", PATH="/usr/local/bin:/usr/bin:/bin")
+        machine.paste(INSTALL)
         machine.paste("rm /usr/local/bin/python3")
         paste_twice(machine, block("nginx"))
         yield machine
@@ -204,6 +205,11 @@ def test_unit_has_few_rights_even_after_a_change_is_reverted(machine, unit):
     allowed = {*re.split("[= ]", shown.strip())}
     assert "fchmod" in allowed
     assert not {"fchown", "mount", "setuid", "setrlimit", "~mount"} & allowed
+
+
+def test_only_root_can_change_the_program(machine):
+    """Whatever the umask of the first installation: here, 000."""
+    assert machine.paste("find /opt/gardening -perm /022 ! -type l") == ""
 
 
 FILES = {
@@ -723,11 +729,12 @@ def elsewhere(machine, database):
 
 # In place of Debian's: no package is there, and one of the two commands fails.
 NO_PACKAGES = """
-cat >/run/bin/dpkg <<<'#!/bin/false'
-cat >/run/bin/apt-get <<<'#!/bin/sh
+cd /usr/local/bin && rm apt-get /run/called
+cat >dpkg <<<'#!/bin/false'
+cat >apt-get <<<'#!/bin/sh
 echo "$@" >>/run/called
 [ "$1" != "$FAILS" ]'
-chmod +x /run/bin/*
+chmod 755 dpkg apt-get
 """
 
 
@@ -776,6 +783,29 @@ def test_install_that_was_interrupted_runs_again(machine):
     assert "Installed: " in machine.paste(install)
     assert curl(machine, "/health")[0] == 200
     machine.paste("gardening --version")
+
+
+def test_two_installations_at_once_are_both_done(machine):
+    machine.paste("rm -r /opt/gardening/.venv")
+    printed = machine.paste("cd /opt/gardening; deploy/install & deploy/install && wait $!")
+    assert printed.count("Installed: ") == 2
+
+
+# Notes whether the commit is known to be installed.
+SYNC = """#!/bin/sh
+git -C /opt/gardening show-ref refs/installed >/dev/null; echo $? >>/run/synced
+"""
+
+
+def test_install_makes_anew_what_a_power_cut_has_emptied_and_syncs(
+    machine, empty_account, saved_settings
+):
+    machine.paste("cat >/usr/local/bin/sync; chmod 755 /usr/local/bin/sync", input=SYNC)
+    flask = ".venv/lib/python3*/site-packages/flask"
+    emptied = f"{flask}/__init__.py {flask}-*/INSTALLER .git/refs/installed /etc/gardening.env"
+    machine.paste(f"cd /opt/gardening && truncate --size=0 {emptied} && deploy/install")
+    assert machine.paste("cat /run/synced; rm /run/synced /usr/local/bin/sync") == "1\n0\n"
+    assert names(machine, empty_account) == []
 
 
 def test_install_from_a_clone_that_git_refuses_creates_no_database(machine):
