@@ -116,7 +116,5 @@ def problem(
     title = TITLES.get(status, HTTPStatus(status).phrase)
     document: dict[str, Any] = {"type": "about:blank", "title": title, "status": status}
     body = json.dumps(document | {"detail": detail} | dict(extensions))
-    response = Response(body, f"{status} {title}", dict(headers))
-    response.content_type = "application/problem+json"
-    response.cache_control.no_store = True
-    return response
+    ours = {"Content-Type": "application/problem+json", "Cache-Control": "no-store"}
+    return Response(body, f"{status} {title}", dict(headers) | ours)
