@@ -97,7 +97,7 @@ logger_class = Log
 
 def on_starting(server: Arbiter) -> None:
     """Bring the database up to date, or say in one line what is wrong."""
-    # In a process of its own: each worker inherits what the main process has imported and opened.
+    # In a process of its own, so that no worker inherits its modules and its connection.
     command = [sys.executable, "-m", "flask", "--app", "app", "open-db"]
     if subprocess.run(command, check=False).returncode:
         sys.exit(1)

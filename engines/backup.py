@@ -65,11 +65,11 @@ class Restored(NamedTuple):
     tokens: int
 
 
-def show_nothing(rows: Generator[Any], _count: int, _table: str) -> Generator[Any]:
+def without_progress(rows: Generator[Any], _count: int, _table: str) -> Generator[Any]:
     return rows
 
 
-def backup(engine: Engine, path: str, progress: Progress = show_nothing) -> None:
+def backup(engine: Engine, path: str, progress: Progress = without_progress) -> None:
     """Write the database to a new SQLite file. Raises Unavailable."""
     path = os.path.abspath(path)
     try:
@@ -84,7 +84,7 @@ def backup(engine: Engine, path: str, progress: Progress = show_nothing) -> None
         raise Unavailable(f"the copy to {path} failed: {error}") from error
 
 
-def restore(engine: Engine, path: str, progress: Progress = show_nothing) -> Restored:
+def restore(engine: Engine, path: str, progress: Progress = without_progress) -> Restored:
     """Fill an empty database with a backup of this release, or of an older one.
 
     All of its rows, or none. Creates the database if it is missing. After a failure, a missing file
@@ -150,7 +150,7 @@ def open_backup(path: str) -> sqlite3.Connection:
     if not stat.S_ISREG(os.stat(path).st_mode):  # SQLite would wait for the writer of a pipe
         raise BadBackup("not a regular file")
     path = os.path.realpath(path)  # which has the -wal beside it
-    # A -journal may name another file, which SQLite would then delete. No backup has one.
+    # SQLite would follow it (docs/design.md, "What an attacker is kept from"). No backup has one.
     if os.path.lexists(f"{path}-journal"):
         raise BadBackup("there is a -journal beside it: move that away")
     uri = f"{Path(path).as_uri()}?mode=ro"

@@ -182,7 +182,7 @@ class Acquisition:
         self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """Raise the outage that the error means, if it means one."""
+        """Report the error to the breaker, and raise the outage that it means, if it means one."""
         if self._engine.is_timeout(error):
             self._breaker.record_timeout()
             if self._engine.TIMEOUT_CLOSES_IDLE:

@@ -1,6 +1,7 @@
 """Creates whole files or none (see give_name), and lets one writer at a time have a database.
 
-Notices what SQLite does not: that this file was replaced, or opened before a fork.
+Notices what SQLite does not: that the database was replaced, or that a process was forked from one
+that has it open.
 """
 
 import errno
@@ -53,7 +54,7 @@ def give_name(partial: str, path: str) -> None:
     try:
         os.link(partial, path)
     except OSError:  # the name is taken; or there are no links, as on exFAT and some network disks
-        # A kill here leaves an empty file. No restore takes it, and as a database it has no tables.
+        # A kill here leaves an empty file, which is neither a backup nor a database with tables.
         os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
         if not os.path.getsize(partial):
             return  # an empty file is there now, and another process may have begun to fill it
@@ -112,11 +113,11 @@ class DatabaseFile:
         if os.path.exists(self.path):
             return None
         if others:
-            # SQLite would delete a -wal, and with it the last writes that were acknowledged. It
-            # would apply a -journal, which anybody may have made up, to the new file.
+            # SQLite would delete the -wal, and with it the last writes that were acknowledged. It
+            # would follow the -journal (docs/design.md, "What an attacker is kept from").
             raise Unavailable(f"{others[0]} has no database beside it; move it away first")
-        if os.path.islink(self.path):
-            self.check_identity()  # this raises: the link leads to no file
+        if os.path.islink(self.path):  # it leads to no file, for which the next line raises
+            self.check_identity()
         return self.path
 
     def check_identity(self, outage: type[Unavailable] = Unavailable) -> None:

@@ -247,10 +247,10 @@ class SQLite(Engine):
         return SQLiteConnection(self.file, self._lock, self._uri, self._busy_timeout)
 
     def open_to_read(self) -> SQLiteConnection:
-        """A connection through which SQLite cannot write.
+        """A connection through which SQLite cannot write, and so follows no -journal.
 
-        If it could, it would delete whatever file a -journal beside the database names. The nightly
-        backup may write where the other backups are, so that file could be one of them.
+        The nightly backup may write where the others are: see docs/design.md, "What an attacker is
+        kept from".
         """
         return SQLiteConnection(self.file, self._lock, self._uri_to_read, self._busy_timeout)
 
