@@ -1435,8 +1435,8 @@ def test_projects_move_to_postgresql_and_back(machine, empty_account, saved_sett
     assert machine.paste(owner) == "gardening 600\n"
     psql = f"psql {ADDRESS} --no-password -c 'SELECT 1'"
     machine.paste(f"cd / && runuser -u gardening -- env PGPASSFILE=/etc/gardening.pgpass {psql}")
-    on_this_machine, elsewhere = blocks(POSTGRESQL, "Set up", "ini")
-    assert "PGPASSFILE=/etc/gardening.pgpass\n" in elsewhere
+    on_this_machine, on_another = blocks(POSTGRESQL, "Set up", "ini")
+    assert "PGPASSFILE=/etc/gardening.pgpass\n" in on_another
 
     add_project(machine, empty_account, "Park")
     kept = curl(machine, PROJECTS, token=empty_account)
