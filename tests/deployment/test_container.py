@@ -6,10 +6,8 @@ import re
 import shlex
 import shutil
 import sqlite3
-import subprocess
 import sys
-import threading
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -23,7 +21,6 @@ from helpers.running import (
     Client,
     blocks,
     gunicorn,
-    hold_port,
     replaced,
     run,
     token_on,
@@ -164,37 +161,10 @@ def test_process_1_of_a_container_that_a_page_starts_is_not_the_service():
 def test_service_runs_as_a_user_without_a_name(environment, token):
     """As the page has it for another user."""
     assert "`user: UID:GID`" in (ROOT / PAGE).read_text()
-    with hold_port() as holder:
-        port = holder.getsockname()[1]
-        environment |= {"GARDENING_BIND": f"127.0.0.1:{port}"}
-        # Root's files belong to this user, and nobody has its number.
-        command = ["unshare", "--map-user=12345", BIN / "gunicorn"]
-        with started(command, environment), Client(port, token) as client:
-            assert client.call("GET", PROJECTS) == (200, [])
-
-
-def test_service_listens_on_the_port_of_the_platform(environment, token):
-    """In place of the image's."""
-    with hold_port() as holder:
-        port = holder.getsockname()[1]
-        environment |= {"PORT": str(port)}
-        with started([BIN / "gunicorn"], environment), Client(port, token) as client:
-            assert client.call("GET", PROJECTS) == (200, [])
-
-
-@contextmanager
-def started(command, environment):
-    """gunicorn, which this command starts and which listens by now."""
-    options = {"cwd": ROOT, "env": environment, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **options) as process:
-        limit = threading.Timer(LIMIT, process.kill)
-        limit.start()
-        try:
-            assert any("Listening at" in line for line in process.stderr)
-            yield
-        finally:
-            limit.cancel()
-            process.terminate()
+    # Root's files belong to this user, and nobody has its number.
+    command = ["unshare", "--map-user=12345", BIN / "gunicorn"]
+    with gunicorn(environment, command=command) as (_, port), Client(port, token) as client:
+        assert client.call("GET", PROJECTS) == (200, [])
 
 
 # What the page's commands do in the container, done here, with a folder for its volume.

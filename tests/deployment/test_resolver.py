@@ -9,9 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from deployment.servers.pgserver import backends, execute
-from deployment.test_container import started
 from helpers.openapi import HELLO
-from helpers.running import BIN, Client, environment_of, hold_port, port_of, token_on
+from helpers.running import BIN, Client, environment_of, gunicorn, port_of, token_on
 
 # With its own files in the place of these, where nobody else sees them.
 IN_PLACE = 'mount --bind "$0" /etc/hosts; mount --bind "$1" /etc/resolv.conf; shift; exec "$@"'
@@ -53,15 +52,14 @@ def test_silent_name_server_is_given_up_like_a_silent_host(
     resolv_conf.write_text(f"nameserver {name_server}\n")
     token_on(postgresql)  # creates the tables
     command = ["unshare", "--mount", "sh", "-ec", IN_PLACE, hosts, resolv_conf, BIN / "gunicorn"]
-    with hold_port() as holder, ThreadPoolExecutor() as pool:
-        port = holder.getsockname()[1]
-        address = {"GARDENING_BIND": f"127.0.0.1:{port}", "WEB_CONCURRENCY": "1"}
-        with started(command, environment_of(database) | address | options):
-            assert seconds(port, "/health", 200) < at_most
-            hosts.write_text("")
-            for pid in backends(postgresql):
-                execute(postgresql, f"SELECT pg_terminate_backend({pid})")
-            calls = [("/health", 503)] * 3 + [(HELLO, 200)]
-            took = list(pool.map(lambda call: seconds(port, *call), calls))
-            assert at_least < max(took) < at_most
-            assert seconds(port, "/health", 503) < 1  # a circuit breaker, as for silent hosts
+    environment = environment_of(database) | options
+    with gunicorn(environment, command=command) as (_, port), ThreadPoolExecutor() as pool:
+        seconds(port, HELLO, 200)  # it has started
+        assert seconds(port, "/health", 200) < at_most
+        hosts.write_text("")
+        for pid in backends(postgresql):
+            execute(postgresql, f"SELECT pg_terminate_backend({pid})")
+        calls = [("/health", 503)] * 3 + [(HELLO, 200)]
+        took = list(pool.map(lambda call: seconds(port, *call), calls))
+        assert at_least < max(took) < at_most
+        assert seconds(port, "/health", 503) < 1  # a circuit breaker, as for silent hosts

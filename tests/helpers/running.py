@@ -125,15 +125,15 @@ def flask_run(environment, *options, folder=ROOT, flask=(BIN / "flask",)):
 
 
 @contextmanager
-def gunicorn(environment, *options, stdout=subprocess.DEVNULL):
+def gunicorn(environment, *options, command=(BIN / "gunicorn",), stdout=subprocess.DEVNULL):
     """gunicorn with its own settings, one worker, and these: its process and its port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         # As gunicorn does for a socket of its own.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         port = listener.getsockname()[1]
-        command = [BIN / "gunicorn", "--bind", f"fd://{listener.fileno()}"]
+        bind = f"--bind=fd://{listener.fileno()}"
         process = subprocess.Popen(
-            [*command, "--workers=1", "--log-level=warning", *options],
+            [*command, bind, "--workers=1", "--log-level=warning", *options],
             cwd=ROOT,
             env=environment,
             pass_fds=[listener.fileno()],
