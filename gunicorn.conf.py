@@ -22,7 +22,7 @@ UNREAD_LIMIT = 64 * 1024  # bytes; gunicorn drains less than this of an unread b
 
 wsgi_app = "app:create_app()"
 bind = os.environ.get("GARDENING_BIND", "").strip()
-# Whose process is given the socket (sd_listen_fds(3)); deploy/install does not say.
+# The process to which systemd passes the socket (sd_listen_fds(3)); deploy/install names none.
 holder = os.environ.get("LISTEN_PID", str(os.getpid()))
 if bind and "LISTEN_FDS" in os.environ and holder == str(os.getpid()):
     sys.exit("Error: GARDENING_BIND has no effect: systemd holds the socket (gardening.socket)")
@@ -32,10 +32,12 @@ if not bind:
     if port and not (port.isdecimal() and 0 < int(port) < 2**16):
         sys.exit("Error: PORT must be a whole number, from 1 to 65535")
     bind = f"0.0.0.0:{port}" if port else "127.0.0.1:8000"
-with suppress(RuntimeError):  # it is no address, as gunicorn will report in one line
-    address = parse_address(bind)
-    if isinstance(address, tuple) and not 0 <= address[1] < 2**16:  # gunicorn would crash
-        sys.exit("Error: GARDENING_BIND must have a port from 0 to 65535")
+try:
+    address = parse_address(bind)  # as gunicorn does, which then takes any number for a port
+    if isinstance(address, tuple) and not 0 <= address[1] < 2**16:
+        raise RuntimeError("the port must be from 0 to 65535")
+except RuntimeError as error:
+    sys.exit(f"Error: GARDENING_BIND is not an address: {error}")
 worker_class = "gthread"
 cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 if "WEB_CONCURRENCY" not in os.environ:  # which gunicorn reads by itself

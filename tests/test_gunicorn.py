@@ -81,13 +81,13 @@ def test_two_workers_start_for_each_core_that_may_be_used(environment):
         os.sched_setaffinity(0, cores)
 
 
-ADDRESS, NUMBER = "GARDENING_BIND must have a port from 0 to 65535", "must be a whole number,"
+NUMBER, ADDRESS = "must be a whole number,", "GARDENING_BIND is not an address:"
 REFUSED = [
     ("WEB_CONCURRENCY", "0", f"WEB_CONCURRENCY {NUMBER} 1 or more"),
     *[("PORT", port, f"PORT {NUMBER} from 1 to 65535") for port in ("0", "-1", "65536", "http")],
-    ("GARDENING_BIND", "127.0.0.1:65536", ADDRESS),
-    ("GARDENING_BIND", "[::1]:-1", ADDRESS),
-    ("GARDENING_BIND", "localhost:http", "'http' is not a valid port number."),  # by gunicorn
+    ("GARDENING_BIND", "127.0.0.1:65536", f"{ADDRESS} the port must be from 0 to 65535"),
+    ("GARDENING_BIND", "[::1]:-1", f"{ADDRESS} the port must be from 0 to 65535"),
+    ("GARDENING_BIND", "localhost:http", f"{ADDRESS} 'http' is not a valid port number."),
 ]
 
 
