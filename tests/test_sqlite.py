@@ -516,20 +516,6 @@ def test_pipe_with_the_name_of_the_journal_is_refused(database, store):
     assert printed == f"Unavailable not a regular file: {database}-journal\n"
 
 
-def test_file_in_a_folder_that_cannot_be_written_to_is_unavailable(open_store):
-    """SQLite needs a -shm there, and would say that the file is read-only."""
-    with TemporaryDirectory(dir="/var/tmp") as folder:
-        database = f"{folder}/gardening.db"
-        open_store(database).engine.close()  # and has no -shm
-        os.chmod(database, 0o444)
-        os.chmod(folder, 0o555)
-        not_as_root = "os.geteuid() or os.setuid(65534)"
-        printed = attempt(database, f"{not_as_root}; read(store)")
-        os.chmod(folder, 0o755)
-    reason = f"its folder cannot be written to: {database}"
-    assert printed == f"Unavailable {reason}\n"
-
-
 @pytest.mark.parametrize(
     "script, outage",
     [
