@@ -45,7 +45,8 @@ class Application(Flask):
     def create_url_adapter(self, request: Request | None) -> MapAdapter | None:
         adapter = super().create_url_adapter(request)
         if adapter:
-            adapter.websocket = False  # an offer may be ignored (RFC 9110 7.8)
+            # Werkzeug would look for the route of a WebSocket (RFC 9110 7.8).
+            adapter.websocket = False
         return adapter
 
     def log_exception(self, exc_info: Any) -> None:

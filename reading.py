@@ -115,6 +115,7 @@ def read_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return fields
 
 
+# Made once: json.loads would make one for each body.
 DECODER = json.JSONDecoder(parse_constant=reject_constant, object_pairs_hook=read_object)
 
 

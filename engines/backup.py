@@ -150,7 +150,7 @@ def open_backup(path: str) -> sqlite3.Connection:
     if not stat.S_ISREG(os.stat(path).st_mode):  # SQLite would wait for the writer of a pipe
         raise BadBackup("not a regular file")
     path = os.path.realpath(path)  # which has the -wal beside it
-    # SQLite would follow it (docs/design.md, "What an attacker is kept from"). No backup has one.
+    # SQLite would follow it (docs/design.md, What an attacker is kept from), and no backup has one.
     if os.path.lexists(f"{path}-journal"):
         raise BadBackup("there is a -journal beside it: move that away")
     uri = f"{Path(path).as_uri()}?mode=ro"

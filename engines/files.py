@@ -116,8 +116,8 @@ class DatabaseFile:
             # SQLite would delete the -wal, and with it the last writes that were acknowledged. It
             # would follow the -journal (docs/design.md, "What an attacker is kept from").
             raise Unavailable(f"{others[0]} has no database beside it; move it away first")
-        if os.path.islink(self.path):  # it leads to no file, for which the next line raises
-            self.check_identity()
+        if os.path.islink(self.path):
+            self.check_identity()  # raises, since the link leads to no file
         return self.path
 
     def check_identity(self, outage: type[Unavailable] = Unavailable) -> None:
@@ -154,10 +154,11 @@ class DatabaseFile:
     def add_connection(self) -> None:
         """Register a connection of this process.
 
-        Raises Unavailable if a -journal is no regular file; and if this process was forked from one
-        that had the file open. The child inherits SQLite's record of the locks on the file, but not
-        the locks, so SQLite would lock nothing for it, and the parent's last close would delete the
-        -wal that the child writes.
+        Raises Unavailable if the -journal is not a regular file: SQLite would wait for whoever
+        writes to a pipe. And it raises Unavailable if this process was forked from one that had the
+        file open. The child inherits SQLite's record of the locks on the file, but not the locks,
+        so SQLite would lock nothing for it, and the parent's last close would delete the -wal that
+        the child writes.
         """
         with suppress(FileNotFoundError):
             if not stat.S_ISREG(os.lstat(self._journal).st_mode):

@@ -45,6 +45,6 @@ def is_note(text: str) -> bool:
 def is_printable(text: str) -> bool:
     """Whether each character is printable, or unknown to this Python's Unicode (Cn).
 
-    A newer Python may know it, and make a backup with it.
+    A newer Python may know it, and what is backed up there must be restored here, too.
     """
     return all(each.isprintable() or unicodedata.category(each) == "Cn" for each in text)

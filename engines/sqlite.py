@@ -249,8 +249,8 @@ class SQLite(Engine):
     def open_to_read(self) -> SQLiteConnection:
         """A connection through which SQLite cannot write, and so follows no -journal.
 
-        The nightly backup may write where the others are: see docs/design.md, "What an attacker is
-        kept from".
+        The nightly backup may write where the other backups are: see docs/design.md, What an
+        attacker is kept from.
         """
         return SQLiteConnection(self.file, self._lock, self._uri_to_read, self._busy_timeout)
 

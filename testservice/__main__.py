@@ -35,7 +35,7 @@ def main() -> None:
         listener = listen(bind)
     except (OSError, ValueError) as error:
         parser.error(f"cannot listen on {bind} (HOST:PORT or [HOST]:PORT): {error}")
-    # All settings are for the program under test.
+    # The environment is for the program under test, except for where temporary files go.
     for name in os.environ.keys() - {"TMPDIR"}:
         del os.environ[name]
     # Not before: gunicorn and Flask read the environment as they are imported.

@@ -605,6 +605,17 @@ def test_start_that_fails_before_its_command_leaves_no_socket_open(machine, need
     assert curl(machine, "/health")[0] == 200
 
 
+def test_folder_of_the_database_may_be_a_link(machine, account_with_backup):
+    folder = "/var/lib/gardening"
+    machine.paste(f"mv {folder} /var/larger && ln -s /var/larger {folder}")
+    try:
+        machine.paste(f"systemctl restart gardening && {RESTORE}")
+        assert names(machine, account_with_backup) == ["Park"]
+        assert " ann\n" in machine.paste("gardening token list")
+    finally:
+        machine.paste(f"rm {folder} && mv /var/larger {folder} && systemctl restart gardening")
+
+
 def test_address_that_has_no_effect_is_refused_before_a_restart(machine, saved_settings):
     started = main_pid(machine)
     machine.paste("echo GARDENING_BIND=:8001 >>/etc/gardening.env")
@@ -867,7 +878,7 @@ REFUSED = [  # what is there, the FILE that is given, and what is said of it
     (
         f"{SHARED} && install -m 600 /etc/hostname /run/shared/a.db",
         "/run/shared/a.db",
-        "user cannot read it. On a server, copy it to /root itself, as root's own",
+        "user cannot read it. On a server, copy it directly into /root",
     ),
     # The service has a /tmp of its own.
     ("install -m 644 /etc/hostname /tmp/a.db", "/tmp/a.db", "user cannot read it"),
