@@ -742,6 +742,7 @@ def test_two_installations_at_once_are_both_done(machine):
     machine.paste("rm -r /opt/gardening/.venv")
     printed = machine.paste("cd /opt/gardening; deploy/install & deploy/install && wait $!")
     assert printed.count("Installed: ") == 2
+    assert machine.paste("stat --format='%U %a' /run/gardening-install.lock") == "root 600\n"
 
 
 # Notes whether the commit is known to be installed.
