@@ -1369,6 +1369,7 @@ def test_nothing_is_left_of_a_service_that_was_uninstalled(srv):
     """But for what the machine below has of its own, such as an image that somebody built."""
     before = run("sh", "-c", LEFT).stdout.splitlines()
     with installed(srv) as machine:
+        machine.paste("systemd-run --unit=gardening-command-1 --uid=gardening sleep 99")
         machine.paste(block("Uninstall"))
         assert {*machine.paste(LEFT).splitlines()} <= {*before}
         machine.paste("! getent passwd gardening && systemctl is-active nginx")
