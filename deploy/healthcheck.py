@@ -1,4 +1,4 @@
-"""Docker's health check: whether the service responds where gunicorn listens."""
+"""Docker's health check: whether the service responds where its settings let gunicorn listen."""
 
 import socket
 import sys

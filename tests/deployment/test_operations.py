@@ -908,7 +908,7 @@ SETTING_REFUSED = {
     "echo GARDENING_DATABASE= >>/etc/gardening.env": "GARDENING_DATABASE is not an absolute path",
     "echo GARDENING_DATABASE=/etc/a.db >>/etc/gardening.env": "no file can be created in /etc",
     "echo GARDENING_DATABASE=/nowhere/a.db >>/etc/gardening.env": (
-        "there is no folder for /nowhere/a.db"
+        "the folder of /nowhere/a.db cannot be entered"
     ),
     "ln -sf /etc/a.db /var/lib/gardening/l; "
     "echo GARDENING_DATABASE=/var/lib/gardening/l >>/etc/gardening.env": (
