@@ -7,8 +7,6 @@ from typing import Any
 
 from gunicorn.app.wsgiapp import WSGIApplication
 
-TIMEOUT = 8  # seconds; Docker waits for 10
-
 address: Any = WSGIApplication().cfg.address[0]  # as gunicorn reads its settings
 if isinstance(address, str):
     family = socket.AF_UNIX
@@ -16,7 +14,7 @@ else:
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
 connection = HTTPConnection("gardening")
 with socket.socket(family) as connection.sock:
-    connection.sock.settimeout(TIMEOUT)
+    connection.sock.settimeout(8)  # seconds; Docker waits for 10
     connection.sock.connect(address)
     connection.request("GET", "/health")
     sys.exit(connection.getresponse().status != 200)

@@ -1355,9 +1355,7 @@ def test_service_that_was_taken_over_ends_and_goes_back(machine, account_with_ba
     script = replaced(block("If the service was taken over"), {"BACKUP": backup})
     machine.paste("systemd-run --unit=gardening-command-1 --uid=gardening sleep 99")
     machine.paste(script)
-    printed = paste_twice(
-        machine, script
-    )  # beside the folders that it has moved away
+    printed = paste_twice(machine, script)  # beside the folders that it has moved away
     machine.paste("! systemctl is-active gardening-command-1 && rm -r /var/lib/gardening-*")
     assert "Restored: " in printed and " ann\n" in printed
     assert "Handling signal: term" not in machine.paste(f"journalctl _PID={taken}")
