@@ -22,7 +22,7 @@ UNREAD_LIMIT = 64 * 1024  # bytes; gunicorn drains less than this of an unread b
 
 wsgi_app = "app:create_app()"
 bind = os.environ.get("GARDENING_BIND", "").strip()
-# The process to which systemd passes the socket (sd_listen_fds(3)); deploy/install names none.
+# LISTEN_FDS is for the process LISTEN_PID (sd_listen_fds(3)). deploy/install sets only the former.
 holder = os.environ.get("LISTEN_PID", str(os.getpid()))
 if bind and "LISTEN_FDS" in os.environ and holder == str(os.getpid()):
     sys.exit("Error: GARDENING_BIND has no effect: systemd holds the socket (gardening.socket)")
@@ -34,10 +34,10 @@ if not bind:
     bind = f"0.0.0.0:{port}" if port else "127.0.0.1:8000"
 try:
     address = parse_address(bind)  # as gunicorn does, which then takes any number for a port
-    if isinstance(address, tuple) and not 0 <= address[1] < 2**16:
-        raise RuntimeError("the port must be from 0 to 65535")
 except RuntimeError as error:
-    sys.exit(f"Error: GARDENING_BIND is not an address: {error}")
+    sys.exit(f"Error: GARDENING_BIND must be HOST:PORT, [HOST]:PORT or unix:PATH: {error}")
+if isinstance(address, tuple) and not 0 <= address[1] < 2**16:
+    sys.exit("Error: the port of GARDENING_BIND must be from 0 to 65535")
 worker_class = "gthread"
 cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 if "WEB_CONCURRENCY" not in os.environ:  # which gunicorn reads by itself

@@ -81,13 +81,14 @@ def test_two_workers_start_for_each_core_that_may_be_used(environment):
         os.sched_setaffinity(0, cores)
 
 
-NUMBER, ADDRESS = "must be a whole number,", "GARDENING_BIND is not an address:"
+NUMBER, RANGE = "must be a whole number,", "the port of GARDENING_BIND must be from 0 to 65535"
+ADDRESS = "GARDENING_BIND must be HOST:PORT, [HOST]:PORT or unix:PATH"
 REFUSED = [
     ("WEB_CONCURRENCY", "0", f"WEB_CONCURRENCY {NUMBER} 1 or more"),
     *[("PORT", port, f"PORT {NUMBER} from 1 to 65535") for port in ("0", "-1", "65536", "http")],
-    ("GARDENING_BIND", "127.0.0.1:65536", f"{ADDRESS} the port must be from 0 to 65535"),
-    ("GARDENING_BIND", "[::1]:-1", f"{ADDRESS} the port must be from 0 to 65535"),
-    ("GARDENING_BIND", "localhost:http", f"{ADDRESS} 'http' is not a valid port number."),
+    ("GARDENING_BIND", "127.0.0.1:65536", RANGE),
+    ("GARDENING_BIND", "[::1]:-1", RANGE),
+    ("GARDENING_BIND", "localhost:http", f"{ADDRESS}: 'http' is not a valid port number."),
 ]
 
 
