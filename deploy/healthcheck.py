@@ -12,9 +12,10 @@ if isinstance(address, str):
     family = socket.AF_UNIX
 else:
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-connection = HTTPConnection("gardening")
-with socket.socket(family) as connection.sock:
-    connection.sock.settimeout(8)  # seconds; Docker waits for 10
-    connection.sock.connect(address)
+with socket.socket(family) as client:
+    client.settimeout(8)  # seconds; Docker waits for 10
+    client.connect(address)
+    connection = HTTPConnection("gardening")  # the name is for the header Host alone
+    connection.sock = client
     connection.request("GET", "/health")
     sys.exit(connection.getresponse().status != 200)

@@ -159,7 +159,7 @@ class DatabaseFile:
         not the locks, so SQLite would lock nothing for it, and the parent's last close would delete
         the -wal that the child writes.
         """
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):  # SQLite would wait for whoever writes to a pipe
             if not stat.S_ISREG(os.lstat(self._journal).st_mode):
                 raise Unavailable(f"not a regular file: {self._journal}")
         # A fork copies the list, with the connections of the parent.

@@ -505,6 +505,13 @@ def test_changed_service_and_socket_are_installed_and_in_effect(machine):
     machine.paste(upgrade_later())
 
 
+def test_restart_is_over_once_the_service_has_responded(machine):
+    """gunicorn reports that it is ready before that."""
+    machine.paste("systemctl restart gardening")
+    start = "_SYSTEMD_INVOCATION_ID=$(systemctl show --property=InvocationID --value gardening)"
+    wait_for(lambda: '"GET /health" 200' in machine.paste(f"journalctl --output=cat {start}"))
+
+
 # Three clients of nginx, each with one connection, until the file is there. They note statuses.
 CLIENTS = f"""
 for client in 1 2 3; do
@@ -514,13 +521,6 @@ for client in 1 2 3; do
     done >/run/statuses.$client &
 done
 """
-
-
-def test_restart_is_over_once_the_service_has_responded(machine):
-    """gunicorn reports that it is ready before that."""
-    machine.paste("systemctl restart gardening")
-    start = "_SYSTEMD_INVOCATION_ID=$(systemctl show --property=InvocationID --value gardening)"
-    wait_for(lambda: '"GET /health" 200' in machine.paste(f"journalctl --output=cat {start}"))
 
 
 @pytest.mark.parametrize(
