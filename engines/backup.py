@@ -13,9 +13,9 @@ from engines.connection import Connection
 from engines.engine import Engine
 from engines.errors import OutcomeUnknown, Unavailable
 from engines.fields import FIELDS
-from engines.files import create_folder_of, new_file
 from engines.migrations import EMPTY, incompatibility
 from engines.names import is_account_name, is_note
+from engines.new_files import create_folder_of, new_file
 from engines.sqlite import SQLite, inspect, raise_if_full
 
 # The columns of each table, but for what is counted. A restore fills the tables in this order:

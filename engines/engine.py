@@ -9,9 +9,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 
 from engines.breaker import Breaker
 from engines.connection import Connection
+from engines.database_file import DatabaseFile, NoFile
 from engines.errors import Unavailable
-from engines.files import DatabaseFile, NoFile, create_empty, create_folder_of
 from engines.migrations import EMPTY
+from engines.new_files import create_empty, create_folder_of
 
 
 class Engine(ABC):

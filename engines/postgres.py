@@ -12,10 +12,10 @@ from psycopg.conninfo import conninfo_to_dict
 
 from engines import migrations
 from engines.connection import Connection, Parameters, Rows
+from engines.database_file import NoFile
 from engines.engine import Engine
 from engines.errors import OutcomeUnknown, Unavailable
 from engines.fields import FIELDS, SETTABLE, TEXT
-from engines.files import NoFile
 
 REQUEST_TIMEOUT = 4.5  # seconds for a statement or transaction of a request, once connected
 COMMAND_TIMEOUT = 3600  # seconds for what an operator asks for

@@ -5,20 +5,19 @@ import os
 import re
 import secrets
 import sqlite3
-import threading
-import time
 import weakref
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from collections.abc import Generator, Iterable
+from contextlib import AbstractContextManager, closing, suppress
 from pathlib import Path
 from typing import Any
 
 from engines import migrations
 from engines.connection import Connection, Parameters, Rows
+from engines.database_file import DatabaseFile, NoFile
 from engines.engine import Engine
 from engines.errors import OutcomeUnknown, Unavailable
 from engines.fields import FIELDS, JSON, SETTABLE
-from engines.files import DatabaseFile, NoFile
+from engines.write_lock import WriteLock
 
 OLDEST_SQLITE = (3, 37)  # the first with STRICT tables
 WRITE_TIMEOUT = 2.5  # seconds that a writer waits for others of the service
@@ -44,30 +43,6 @@ ETAG_IS_ALLOWED = f"""(:if_match IS NULL
         OR {ETAG} IN (SELECT value FROM json_each(:if_match)))
     AND (:if_none_match IS NULL
         OR {ETAG} NOT IN (SELECT value FROM json_each(:if_none_match)))"""
-
-
-class WriteLock:
-    """Lets one writer at a time have the database.
-
-    It is two locks: one for the threads of this process, and one for all processes. SQLite's own
-    would starve writers: the longer one has waited, the less often it asks again.
-    """
-
-    def __init__(self, file: DatabaseFile | NoFile, timeout: float) -> None:
-        self._file, self._timeout = file, timeout
-        self._thread_lock = threading.Lock()
-
-    @contextmanager
-    def hold(self) -> Iterator[None]:
-        """Raises TimeoutError, and as `DatabaseFile.lock` does."""
-        deadline = time.monotonic() + self._timeout
-        if not self._thread_lock.acquire(timeout=self._timeout):
-            raise TimeoutError("other writers take too long")
-        try:
-            with self._file.lock(deadline):
-                yield
-        finally:
-            self._thread_lock.release()
 
 
 class SQLiteConnection(sqlite3.Connection, Connection):

@@ -19,8 +19,8 @@ from app import create_app
 from auth import digest
 from engines.backup import COLUMNS, BadBackup, backup, restore
 from engines.errors import Unavailable
-from engines.files import new_file
 from engines.migrations import APPLICATION_ID, SCHEMA_VERSION
+from engines.new_files import new_file
 from helpers.later_release import copy_later_release
 from helpers.running import BIN, LIMIT, POINT, ROOT, closing_store, environment_of, run, wait_for
 from helpers.stores import fetch, is_sqlite, put_journal_beside
