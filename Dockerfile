@@ -21,7 +21,7 @@ RUN python3 -m venv --without-pip .venv \
 
 COPY --chmod=644 *.py openapi.json ./
 COPY --chmod=644 engines/*.py engines/*.sql engines/
-COPY --chmod=755 deploy/healthcheck.py deploy/replace-database deploy/
+COPY --chmod=644 deploy/healthcheck.py deploy/
 # Check that the service loads, and compile it now: its user cannot write bytecode.
 RUN gunicorn --check-config && python -m compileall -q *.py engines
 # By number: Kubernetes cannot tell whether a name is root.

@@ -7,24 +7,27 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import click
-from flask import Flask
+from flask import Flask, current_app
 from flask.cli import AppGroup, FlaskGroup, ScriptInfo, run_command, with_appcontext
 from werkzeug.serving import is_running_from_reloader
 
 from auth import current_store, issue_token
-from engines.backup import BadBackup, backup, restore
+from engines.backup import BadBackup, Numbers, backup, restore
 from engines.engine import Engine
 from engines.errors import OutcomeUnknown, Unavailable
 from engines.names import BadName, BadNote, account_name, is_printable
 from store import Store
 
+PROGRAM = "gardening"  # on a server
+ENDING = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 MAX_DAYS = 1_000_000  # 2,700 years; Python's dates end with the year 9999
 
 
@@ -186,21 +189,21 @@ def report_if_new(engine: Engine, is_new: bool) -> None:
         click.echo(f"A new database: {engine.name}", err=True)
 
 
-def ended_like_ctrl_c(command: Callable[[str], None]) -> Callable[[str], None]:
+def ended_like_ctrl_c(command: Callable[..., None]) -> Callable[..., None]:
     """Let SIGTERM and SIGHUP end the command as Ctrl-C does: it removes what it has begun."""
 
     @wraps(command)
-    def guarded(file: str) -> None:
-        numbers = [signal.SIGTERM, signal.SIGHUP]
-        # Unless something else has chosen an action for it, as nohup does.
-        numbers = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
-        for number in numbers:
-            signal.signal(number, signal.default_int_handler)
+    def guarded(*arguments: Any, **options: Any) -> None:
+        before = {number: signal.getsignal(number) for number in ENDING}
+        for number, action in before.items():
+            # Unless something else has chosen an action for it, as nohup does.
+            if action == signal.SIG_DFL:
+                signal.signal(number, signal.default_int_handler)
         try:
-            command(file)
+            command(*arguments, **options)
         finally:
-            for number in numbers:
-                signal.signal(number, signal.SIG_DFL)
+            for number, action in before.items():
+                signal.signal(number, action)
 
     return guarded
 
@@ -229,16 +232,53 @@ def write_backup(file: str) -> None:
     backup(current_store().engine, file, show_progress)
 
 
+@contextmanager
+def announced(numbers: Numbers, old: str | None) -> Iterator[None]:
+    """Say what is restored before that changes the database, and then how to go back."""
+    accounts, projects, tokens = numbers
+    try:
+        click.echo(f"Restored: accounts {accounts}, Projects {projects}, tokens {tokens}.")
+        if old:
+            click.echo("A service that runs must restart.")
+    except OSError as error:  # nobody reads it any more, as after Ctrl-C
+        raise Unavailable(f"nothing was changed: {error.strerror}: standard output") from error
+    for number in ENDING:  # or the command could fail although it has succeeded
+        signal.signal(number, signal.SIG_IGN)
+    yield
+    if old and os.path.exists(old):
+        with suppress(OSError):
+            click.echo(f"To go back: {printable(command_line(current_app, 'restore', old))}")
+
+
 @click.command("restore", cls=Command)
-@click.argument("file", type=click.Path())
+@click.argument("file", type=click.Path(readable=False, allow_dash=True))
+@click.option("--name", default="standard input", hidden=True)
 @with_appcontext
 @ended_like_ctrl_c
-def restore_backup(file: str) -> None:
-    """Fill an empty database with the copy that `backup` wrote to FILE."""
+def restore_backup(file: str, name: str) -> None:
+    """Put the backup FILE, or the standard input (-), in the place of the database.
+
+    An SQLite file that is there is kept. A database on PostgreSQL must be empty.
+
+    On a server, `gardening restore --newest` takes the newest of the nightly backups, and the
+    service restarts by itself.
+    """
     engine = current_store().engine
-    is_new, accounts, projects, tokens = restore(engine, file, show_progress)
-    report_if_new(engine, is_new)
-    click.echo(f"Restored: accounts {accounts}, Projects {projects}, tokens {tokens}.")
+    report_if_new(engine, restore(engine, file, announced, show_progress, name))
+
+
+def command_line(app: Flask, *words: str) -> str:
+    """The command with these words, which can be pasted in the same folder."""
+    context = click.get_current_context().find_root()
+    if context.info_name == PROGRAM:
+        return shlex.join([PROGRAM, *words])
+    engine = app.extensions["store"].engine
+    setting = ""
+    if app.config["DATABASE"] and engine.file.folder:  # a URL may hold a password
+        setting = f"GARDENING_DATABASE={shlex.quote(engine.name)} "
+    import_path = context.ensure_object(ScriptInfo).app_import_path  # --app
+    option = ["--app", import_path] if import_path else []
+    return setting + shlex.join([sys.executable, "-m", "flask", *option, *words])
 
 
 def add_to(app: Flask) -> None:
@@ -251,18 +291,10 @@ def add_to(app: Flask) -> None:
     # an application replace its `run`.
     context = click.get_current_context(silent=True)
     if context and context.command is run_command and not is_running_from_reloader():
-        import_path = context.ensure_object(ScriptInfo).app_import_path  # --app
-        welcome(app, import_path=import_path, **context.params)
+        welcome(app, **context.params)
 
 
-def welcome(
-    app: Flask,
-    host: str,
-    port: int,
-    cert: object,
-    import_path: str | None = None,
-    **_: object,
-) -> None:
+def welcome(app: Flask, host: str, port: int, cert: object, **_: object) -> None:
     """Create the database, and say what to do next, or what is wrong."""
     store: Store = app.extensions["store"]
     engine = store.engine
@@ -272,16 +304,11 @@ def welcome(
     except Unavailable as error:
         raise failure(error) from error
     if not has_tokens:
-        setting, place = "", "in this folder"
-        if engine.file.folder is None:  # there is no path to show, and a URL may have a password
+        place = "in this folder"
+        if engine.file.folder is None:
             place += " and with the same GARDENING_DATABASE"
-        elif app.config["DATABASE"]:
-            setting = f"GARDENING_DATABASE={shlex.quote(engine.name)} "
         click.echo(f"No access token yet. In another terminal, {place}, run:")
-        flask = f"{shlex.quote(sys.executable)} -m flask"
-        if import_path:
-            flask += f" --app {shlex.quote(import_path)}"
-        click.echo(f"    {setting}{flask} token create ACCOUNT")
+        click.echo(f"    {command_line(app, 'token', 'create', 'ACCOUNT')}")
     page = app.extensions.get("docs")
     if page and port:  # with 0, only Flask's own line will name the port
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -304,7 +331,7 @@ def show_version(context: click.Context, _: click.Parameter, is_given: bool) -> 
 def commit_of(clone: Path) -> str:
     """The commit that is checked out; "" if this is no clone, or there is no git.
 
-    deploy/gardening gives it in the environment.
+    deploy/gardening.py gives it in the environment.
     """
     if given := os.environ.get("CLONE_COMMIT"):
         return given
@@ -327,7 +354,7 @@ version_option = click.Option(
 
 
 def main(create_app: Callable[[], Flask]) -> None:
-    """`gardening`, the program on a server: the commands of this module alone."""
+    """The program on a server: the commands of this module alone."""
     group = FlaskGroup(add_default_commands=False, create_app=create_app, add_version_option=False)
     group.params = [version_option]  # in place of --app and others of Flask
-    group.main(prog_name="gardening")
+    group.main(prog_name=PROGRAM)

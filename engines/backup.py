@@ -1,21 +1,25 @@
 """Backup and restore: a whole database as one SQLite file, from and to either engine."""
 
 import os
+import shutil
 import sqlite3
 import stat
-from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 from engines.connection import Connection
+from engines.database_file import DatabaseFile
 from engines.engine import Engine
 from engines.errors import OutcomeUnknown, Unavailable
 from engines.fields import FIELDS
 from engines.migrations import EMPTY, incompatibility
 from engines.names import is_account_name, is_note
 from engines.new_files import create_folder_of, new_file
+from engines.replacement import replace, require_replaceable
 from engines.sqlite import SQLite, inspect, raise_if_full
 
 # The columns of each table, but for what is counted. A restore fills the tables in this order:
@@ -40,13 +44,13 @@ REBUILD_ACCOUNTS = """
     GROUP BY name
     ON CONFLICT (name) DO UPDATE
         SET last_seq = excluded.last_seq, project_count = excluded.project_count"""
-# The numbers of accounts, Projects and tokens, as `Store.list_accounts` has them, for Restored.
+# The numbers of accounts, Projects and tokens, as `Store.list_accounts` has them.
 COUNTS = (
     "SELECT count(*) FROM (SELECT name FROM account UNION SELECT account FROM token) AS names",
     "SELECT coalesce(sum(project_count), 0) FROM account",
     "SELECT count(*) FROM token",
 )
-# The names and notes in a backup. Commands print both, and the log prints names.
+# The names and notes in a backup: see engines/names.py.
 NAMES = "SELECT name FROM account UNION SELECT account FROM token UNION SELECT account FROM project"
 NOTES = "SELECT note FROM token WHERE note IS NOT NULL"
 # Gets the rows of a table, their number and its name. Returns the rows, and may show how many of
@@ -58,11 +62,14 @@ class BadBackup(Exception):
     """The file cannot be restored, and no row was changed."""
 
 
-class Restored(NamedTuple):
-    is_new: bool  # whether the restore created the database
-    accounts: int
-    projects: int
-    tokens: int
+Numbers = Sequence[int]  # of accounts, Projects and tokens
+# The change is made in its block, so that nothing changes if it raises before. It gets the numbers,
+# and the path at which a file that is replaced is kept.
+Switching = Callable[[Numbers, str | None], AbstractContextManager[None]]
+
+
+def in_silence(_numbers: Numbers, _old: str | None) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def without_progress(rows: Generator[Any], _count: int, _table: str) -> Generator[Any]:
@@ -73,64 +80,108 @@ def backup(engine: Engine, path: str, progress: Progress = without_progress) -> 
     """Write the database to a new SQLite file. Raises Unavailable."""
     path = os.path.abspath(path)
     try:
-        if isinstance(engine, SQLite):
-            with new_file(path) as partial:
-                engine.save(partial)
-        else:
-            write_file(engine, path, progress)
+        with new_file(path) as unnamed:
+            if isinstance(engine, SQLite):
+                engine.save(unnamed)
+            else:
+                write_rows(engine, progress, unnamed)
     except OSError as error:
         raise Unavailable(f"{error.strerror}: {path}") from error
     except Unavailable as error:
         raise Unavailable(f"the copy to {path} failed: {error}") from error
 
 
-def restore(engine: Engine, path: str, progress: Progress = without_progress) -> Restored:
-    """Fill an empty database with a backup of this release, or of an older one.
+def restore(
+    engine: Engine,
+    file: str,
+    switching: Switching = in_silence,
+    progress: Progress = without_progress,
+    name: str = "standard input",
+) -> bool:
+    """Put a backup of this release, or of an older one, in the place of the database.
 
-    All of its rows, or none. Creates the database if it is missing. After a failure, a missing file
-    is still missing, but a database without tables may have got them. Raises BadBackup; and
-    Unavailable, also if the database is not empty.
+    All of its rows, or none. A missing SQLite file is created, one without rows is filled, and any
+    other is replaced. A database on PostgreSQL must be empty. "-" is the standard input, which
+    errors call by the name. Returns whether the database is new. Raises BadBackup, Unavailable.
     """
-    path = os.path.abspath(path)
+    if file != "-":
+        name = file = os.path.abspath(file)
     try:
         with scratch(engine.file.folder) as folder:
-            # First, so that a file that is no backup creates nothing.
-            copy_file(path, f"{folder}/copy")
-            with closing(SQLite(f"{folder}/copy")) as source:  # its first use migrates it
-                require_valid_names(source)
-                if file := engine.file.path_to_create():
-                    create_folder_of(file)
-                    # An interrupted restore must not leave an empty database: the service would
-                    # start on it.
-                    return Restored(True, *write_file(source, file, progress))
-                is_new = engine.open_database(creates=True)
-                return Restored(is_new, *copy_rows(source, engine, progress))
+            is_kept = isinstance(engine.file, DatabaseFile) and must_be_kept(engine.file)
+            with checked_copy(file, folder, engine) as source:
+                write = partial(write_rows, source, progress)
+                is_new = not is_kept and bool(engine.file.is_missing())
+                if is_kept:
+                    replace(engine.name, write, switching)
+                elif is_new:
+                    create_folder_of(engine.name)
+                    # Named when it is whole, since the service would start on an empty database.
+                    with ExitStack() as block, new_file(engine.name) as unnamed:
+                        block.enter_context(switching(write(unnamed), None))
+                else:
+                    is_new = engine.open_database(creates=True)
+                    copy_rows(source, engine, progress, switching)
+        return is_new
     except OSError as error:
         raise Unavailable(f"{error.strerror}: {error.filename or engine.name}") from error
     except UnicodeDecodeError as error:  # an error of SQLite whose message is not UTF-8
-        raise BadBackup(f"the backup is damaged: {path}") from error
+        raise BadBackup(f"the backup is damaged: {name}") from error
     except (BadBackup, sqlite3.Error, engine.ERROR) as error:  # or the tables refuse a row
-        raise BadBackup(f"{error}: {path}") from error
+        raise BadBackup(f"{error}: {name}") from error
 
 
-def write_file(source: Engine, path: str, progress: Progress) -> Sequence[int]:
-    """Copy a database to a new SQLite file, which gets its name once it is whole.
+@contextmanager
+def checked_copy(file: str, folder: str, engine: Engine) -> Iterator[Engine]:
+    """A copy of the backup in this folder, brought up to date.
 
-    Returns the numbers of accounts, Projects and tokens.
+    Raises OSError, BadBackup, sqlite3.Error.
     """
+    if file == "-":
+        file = f"{folder}/spooled"
+        with open(0, "rb", closefd=False) as stdin, open(file, "xb") as spooled:
+            shutil.copyfileobj(stdin, spooled)
+    elif not os.access(file, os.R_OK):
+        hint = "on a server, copy it directly into /root"
+        raise BadBackup(f"it is not there, or this user cannot read it ({hint})")
+    elif engine.file.is_at(file):
+        raise BadBackup("it is the database itself")
+    copy_file(file, f"{folder}/copy")
+    with closing(SQLite(f"{folder}/copy")) as source:  # its first use migrates it
+        require_valid_names(source)
+        yield source
+
+
+def must_be_kept(file: DatabaseFile) -> bool:
+    """Whether the file has a row, or cannot be read.
+
+    Raises Unavailable if it cannot be replaced.
+    """
+    if not os.path.lexists(file.path):
+        return False
+    try:
+        with closing(SQLite(file.path).open_to_read()) as connection:
+            version, _ = inspect(connection)
+            if version != EMPTY:
+                connection.scripts_for(version, creates=False)
+                require_empty(connection)
+        return False
+    except (sqlite3.Error, Unavailable):
+        require_replaceable(file.path)
+        return True
+
+
+def write_rows(source: Engine, progress: Progress, path: str) -> Numbers:
+    """Copy a database to this empty file."""
     # It is first written in a folder of its own, since the engine leaves a -lock beside it.
-    with (
-        new_file(path) as partial,
-        scratch(os.path.dirname(partial)) as folder,
-        closing(SQLite(f"{folder}/new")) as new,
-    ):
+    with scratch(os.path.dirname(path)) as folder, closing(SQLite(f"{folder}/new")) as new:
         new.open_database(creates=True)
         try:
-            counts = copy_rows(source, new, progress)
+            numbers = copy_rows(source, new, progress)
         except OutcomeUnknown as error:  # of the new database, which nobody will see
             raise Unavailable(str(error)) from error
-        new.save(partial)
-    return counts
+        new.save(path)
+    return numbers
 
 
 def scratch(folder: str | None) -> TemporaryDirectory[str]:
@@ -164,10 +215,7 @@ def open_backup(path: str) -> sqlite3.Connection:
 
 
 def copy_file(path: str, to: str) -> None:
-    """Copy a backup without its triggers and views.
-
-    Raises BadBackup, sqlite3.Error; OSError if the file cannot be found.
-    """
+    """Copy a backup without its triggers and views. Raises BadBackup, sqlite3.Error."""
     with (
         closing(open_backup(path)) as file,
         closing(sqlite3.connect(to, isolation_level=None)) as copy,
@@ -202,15 +250,23 @@ def require_valid_names(source: Engine) -> None:
                     raise BadBackup(f"`token create` would refuse or change {text[:300]!r}")
 
 
-def copy_rows(source: Engine, target: Engine, progress: Progress) -> Sequence[int]:
+def copy_rows(
+    source: Engine,
+    target: Engine,
+    progress: Progress,
+    switching: Switching = in_silence,
+) -> Numbers:
     """Copy the rows of every table, in one transaction on each side.
 
-    The Projects of each account are counted anew. Returns the numbers of accounts, Projects and
-    tokens. Raises Unavailable unless the target is empty.
+    The Projects of each account are counted anew. Raises Unavailable unless the target is empty.
     """
     # If both are SQLite, an error of the source is reported with the name of the target. It is
     # rare: `copy_file` has checked the source.
-    with source.snapshot() as reader, target.writer(in_transaction=True) as writer:
+    with (
+        ExitStack() as block,
+        source.snapshot() as reader,
+        target.writer(in_transaction=True) as writer,
+    ):
         writer.extend_timeouts()
         require_empty(writer)  # before the lock, which would hold up the writers of a live database
         writer.lock_out_writers()
@@ -219,16 +275,16 @@ def copy_rows(source: Engine, target: Engine, progress: Progress) -> Sequence[in
             copy_table(reader, writer, table, progress)
         writer.advance_token_sequence()
         writer.fetch(REBUILD_ACCOUNTS, {})
-        # Before the commit, so that no count fails after a success.
-        return [int(writer.fetch(count, {})[0][0]) for count in COUNTS]
+        numbers = [int(writer.fetch(count, {})[0][0]) for count in COUNTS]
+        block.enter_context(switching(numbers, None))
+    return numbers
 
 
 def require_empty(connection: Connection) -> None:
     """Raises Unavailable if there is a row in any table."""
     for table in COLUMNS:
         if connection.fetch(f"SELECT 1 FROM {table} LIMIT 1", {}):
-            hint = "to replace one, see docs/operations.md, docs/container.md or docs/postgresql.md"
-            raise Unavailable(f"the database to fill is not empty; {hint}")
+            raise Unavailable("the database is not empty; see docs/postgresql.md")
 
 
 def copy_table(reader: Connection, writer: Connection, table: str, progress: Progress) -> None:

@@ -35,24 +35,19 @@ class DatabaseFile:
         with suppress(Unavailable):  # the first use will say what is wrong
             self.check_identity()
 
-    def path_to_create(self) -> str | None:
-        """The path at which the file is missing; None if it is or was there.
-
-        Raises Unavailable if no file may be created there.
-        """
-        if self._id:
-            return None
+    def is_missing(self) -> bool:
+        """Whether there never was a file. Raises Unavailable if none may be created."""
         # In this order, since a process that creates all of them makes the database first.
         others = [path for path in (self._wal, self._journal) if os.path.lexists(path)]
-        if os.path.exists(self.path):
-            return None
+        if self._id or os.path.exists(self.path):
+            return False
         if others:
             # SQLite would delete the -wal, and with it the last writes that were acknowledged. It
             # would follow the -journal (docs/design.md, "What an attacker is kept from").
             raise Unavailable(f"{others[0]} has no database beside it; move it away first")
         if os.path.islink(self.path):
-            self.check_identity()  # raises, since the link leads to no file
-        return self.path
+            raise Unavailable(self._no_file())
+        return True
 
     def check_identity(self, outage: type[Unavailable] = Unavailable) -> None:
         """Remember the first file that has the name.
@@ -62,13 +57,7 @@ class DatabaseFile:
         try:
             found = os.stat(self.path)
         except FileNotFoundError:
-            if self._id:
-                reason = f"the database file was removed: {self.path}"
-            elif os.path.islink(self.path):  # to a disk that is not mounted, perhaps
-                reason = f"a link that leads to no file: {self.path}"
-            else:
-                reason = f"no database at {self.path}: {HOW_TO_BEGIN}"
-            raise outage(reason) from None
+            raise outage(self._no_file()) from None
         except OSError as error:
             raise outage(f"{error.strerror}: {self.path}") from error
         if not stat.S_ISREG(found.st_mode):  # SQLite would wait for whoever writes to a pipe
@@ -77,6 +66,19 @@ class DatabaseFile:
         self._id = self._id or id
         if id != self._id:
             raise outage(f"the database file was replaced; restart the service: {self.path}")
+
+    def _no_file(self) -> str:
+        """What an outage says of it."""
+        if self._id:
+            return f"the database file was removed: {self.path}"
+        if os.path.islink(self.path):  # to a disk that is not mounted, perhaps
+            return f"a link that leads to no file: {self.path}"
+        return f"no database at {self.path}: {HOW_TO_BEGIN}"
+
+    def is_at(self, path: str) -> bool:
+        """Whether this path leads to the same file. Raises OSError."""
+        found = os.stat(path)
+        return (found.st_dev, found.st_ino) == self._id
 
     def unreadable(self) -> str | None:
         """The file that this user may not read: the database's, or one of SQLite's beside it."""
@@ -110,9 +112,11 @@ class NoFile:
 
     folder = None
 
-    def path_to_create(self) -> None: ...
+    def is_missing(self) -> None: ...
 
     def check_identity(self) -> None: ...
+
+    def is_at(self, _path: str) -> None: ...
 
     def unreadable(self) -> None: ...
 

@@ -65,9 +65,9 @@ class Engine(ABC):
         whether it was created. Raises Unavailable.
         """
         try:
-            if creates and (path := self.file.path_to_create()):
-                create_folder_of(path)
-                create_empty(path)
+            if creates and self.file.is_missing():
+                create_folder_of(self.name)
+                create_empty(self.name)
             connection = self.open_connection()
             is_new = self._migrate(connection, creates)
         except BaseException as error:

@@ -34,13 +34,12 @@ def new_file(path: str) -> Iterator[str]:
 
 def give_name(partial: str, path: str) -> None:
     """Raises FileExistsError if the name is taken: a rename alone would replace that file."""
-    try:
+    with suppress(OSError):  # there may be no links, as on exFAT and some network disks
         os.link(partial, path)
-    except OSError:  # the name is taken; or there are no links, as on exFAT and some network disks
-        # A kill here leaves an empty file, which is neither a backup nor a database with tables.
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
-        if not os.path.getsize(partial):
-            return  # an empty file is there now, and another process may have begun to fill it
+        return
+    # A kill after this leaves an empty file, which is neither a backup nor a database with tables.
+    os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
+    if os.path.getsize(partial):  # otherwise, another process may have begun to fill the new file
         try:
             os.rename(partial, path)
         except BaseException:

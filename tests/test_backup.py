@@ -18,7 +18,6 @@ import pytest
 from app import create_app
 from auth import digest
 from engines.backup import COLUMNS, BadBackup, backup, restore
-from engines.errors import Unavailable
 from engines.migrations import APPLICATION_ID, SCHEMA_VERSION
 from engines.new_files import new_file
 from helpers.later_release import copy_later_release
@@ -103,7 +102,7 @@ def test_restored_database_is_the_same_and_goes_on(source, database, file, targe
     assert run_command(database, "backup", file) == ""
     output = "Restored: accounts 2, Projects 19, tokens 2.\n"
     new = f"A new database: {target_store.engine.name}\n"
-    assert run_command(target, "restore", file) == new + output
+    assert run_command(target, "restore", file) == output + new
     assert everything(target_store) == everything(source)
 
     assert target_store.find_caller(digest("one")) == ("ann", 1)
@@ -193,24 +192,6 @@ def test_backup_is_the_state_of_one_moment(store, file, tmp_path):
         with closing(sqlite3.connect(f"{file}{number}")) as copy:
             for row in copy.execute(select):
                 assert len(set(row)) == 1
-
-
-@pytest.mark.parametrize("what", ["project", "token", "account"])
-def test_restore_into_a_filled_database_is_refused(source, database, file, target_store, what):
-    backup(source.engine, file)
-    target_store.engine.open_database(creates=True)
-    if what == "token":
-        target_store.add_token("eve", digest("eve's"))
-    else:
-        id = target_store.create_project("eve", {}).id
-        if what == "account":
-            target_store.delete_project("eve", id)
-    before = everything(target_store)
-    with pytest.raises(
-        Unavailable, match="^the database to fill is not empty; to replace one, see "
-    ):
-        restore(target_store.engine, file)
-    assert everything(target_store) == before
 
 
 # What may be wrong with a backup, and what SQLite's refusal says, or that of PostgreSQL.
@@ -361,12 +342,14 @@ def test_damaged_backup_is_refused_or_can_be_read(filled, tmp_path):
     assert 10 < refused < 40
 
 
+HINT = "on a server, copy it directly into /root"
+UNREADABLE = rf"it is not there, or this user cannot read it \({HINT}\)"
 REASONS = {
     "pipe": "not a regular file",
     "folder": "not a regular file",
     "empty": "the file is empty",
     "no tables": "the file is empty",
-    "missing": "No such file or directory",
+    "missing": UNREADABLE,
 }
 
 
@@ -399,7 +382,7 @@ def test_refusal_names_the_whole_path(target, tmp_path, monkeypatch):
     output = run_command(target, "restore", "", status=1)
     assert output == f"Error: not a regular file: {tmp_path}\n"
     output = run_command(target, "restore", "y.db", status=1)
-    assert output == f"Error: No such file or directory: {tmp_path}/y.db\n"
+    assert re.fullmatch(f"Error: {UNREADABLE}: {tmp_path}/y.db\n", output)
 
 
 def test_restore_only_reads_the_file(target, tmp_path):
@@ -534,7 +517,7 @@ def test_backup_may_have_any_name(source, database, target, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     assert run_command(database, "backup", name) == ""
     output = "Restored: accounts 2, Projects 19, tokens 2.\n"
-    assert run_command(target, "restore", name).endswith(output)
+    assert run_command(target, "restore", name).startswith(output)
 
 
 def test_backup_can_be_served_directly(store, file):

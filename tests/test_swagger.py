@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+import click
 import flask_swagger_ui
 import pytest
+from flask.cli import run_command
 
 from commands import welcome
 from helpers.openapi import assert_problem
@@ -37,7 +39,8 @@ ADDRESSES = [
 
 @pytest.mark.parametrize("host, cert, address", ADDRESSES)
 def test_flask_run_names_the_page_by_its_host_and_scheme(app, capsys, host, cert, address):
-    welcome(app, host=host, port=5000, cert=cert)
+    with click.Context(run_command):
+        welcome(app, host=host, port=5000, cert=cert)
     assert f"    {address}\n" in capsys.readouterr().out
 
 

@@ -6,7 +6,6 @@ from test_backup import (
     file,
     source,
     target_store,
-    test_restore_into_a_filled_database_is_refused,
     test_restored_database_is_the_same_and_goes_on,
 )
 

@@ -23,6 +23,22 @@ def target(another_postgresql):
     return another_postgresql
 
 
+@pytest.mark.parametrize("what", ["project", "token", "account"])
+def test_restore_into_a_filled_database_is_refused(source, database, file, target_store, what):
+    backup(source.engine, file)
+    target_store.engine.open_database(creates=True)
+    if what == "token":
+        target_store.add_token("eve", digest("eve's"))
+    else:
+        id = target_store.create_project("eve", {}).id
+        if what == "account":
+            target_store.delete_project("eve", id)
+    before = everything(target_store)
+    with pytest.raises(Unavailable, match="^the database is not empty; see docs/postgresql.md$"):
+        restore(target_store.engine, file)
+    assert everything(target_store) == before
+
+
 def test_terminal_shows_how_far_a_backup_is(store, filled, database, file):
     restore(store.engine, filled)
     assert "61/61" in shown_on_a_terminal(database, "backup", file)

@@ -172,15 +172,14 @@ DOCKER = """#!/bin/sh -e
 [ "$COMPOSE_FILE" = /opt/gardening/deploy/compose.yaml ]
 case "$*" in
 "compose restart" | "compose up --detach --wait") echo "$2" >>"$VOLUME.called"; exit ;;
-"compose exec -T gardening sh -ec "* | \
-"compose run --rm -T gardening /opt/gardening/deploy/replace-database "*) ;;
+"compose exec -T gardening sh -ec "* | "compose run --rm -T gardening flask restore "*) ;;
 *) exit 1 ;;
 esac
 until [ "$1" = gardening ]; do shift; done
 shift
 cd "$CLONE"
 for argument; do
-    set -- "$@" "$(echo "$argument" | sed "s,/data,$VOLUME,g; s,/opt/gardening,$CLONE,")"
+    set -- "$@" "$(echo "$argument" | sed "s,/data,$VOLUME,g")"
     shift
 done
 exec "$@"
@@ -195,10 +194,8 @@ def docker(environment, database, tmp_path):
     folder.mkdir()
     (folder / "docker").write_text(DOCKER)
     (folder / "docker").chmod(0o755)
-    (clone / "deploy").mkdir(parents=True)
+    clone.mkdir()
     copy_service(clone)
-    shutil.copy(ROOT / "deploy/replace-database", clone / "deploy")
-    (clone / ".venv").symlink_to(BIN.parent)
     there = environment | {
         "PATH": f"{folder}:{BIN}:{environment['PATH']}",
         "COMPOSE_FILE": "/opt/gardening/deploy/compose.yaml",
@@ -235,7 +232,7 @@ def test_backup_of_a_container_is_restored_in_a_volume(environment, database, do
     with gunicorn(environment) as (_, port), Client(port, token) as client:
         assert client.call("GET", PROJECTS) == (200, [kept])
     assert Path(f"{volume}.called").read_text().split() == ["restart", "up"]
-    [old] = re.findall("To go back: (.*)\n\\Z", printed.stdout)
+    [old] = re.findall("To go back: .* (.*)\n\\Z", printed.stdout)
     docker(replaced(GO_BACK, {"PATH": old.replace(str(volume), "/data")}))
     with gunicorn(environment) as (_, port), Client(port, token) as client:
         assert client.call("GET", PROJECTS) == (200, [kept, since])
@@ -244,7 +241,7 @@ def test_backup_of_a_container_is_restored_in_a_volume(environment, database, do
     with gunicorn(environment) as (_, port), Client(port, token) as client:
         assert client.call("GET", PROJECTS) == (200, [kept])
     kinds = sorted(re.sub(r"20\S+Z", "DATE", name) for name in files_in(volume))
-    assert kinds == ["DATE.db"] * 3 + ["before-DATE.db", "gardening.db"]
+    assert kinds == ["DATE.db"] * 2 + ["before-DATE.db", "gardening.db"]
 
 
 def test_copy_that_is_refused_restarts_no_container_and_leaves_nothing(
