@@ -305,16 +305,23 @@ print([os.isatty(stream) for stream in (0, 1, 2)], file=open("/var/lib/gardening
 """
 
 
+@contextmanager
+def customized(machine, source):
+    """Every Python of a command runs this first."""
+    module = "/opt/gardening/sitecustomize.py"
+    machine.paste(f"umask 022; cat >{module}", input=source)
+    try:
+        yield
+    finally:
+        machine.paste(f"rm {module}")
+
+
 def seen_by_the_service(machine, script):
     """What the script prints in a terminal, and which streams of its programs are a terminal."""
-    module = "/opt/gardening/sitecustomize.py"
-    machine.paste(f"rm -f /var/lib/gardening/seen; umask 022; cat >{module}", input=SEEING)
-    machine.paste("cat >/run/typed", input=script)
-    try:
+    machine.paste("rm -f /var/lib/gardening/seen; cat >/run/typed", input=script)
+    with customized(machine, SEEING):
         shell = "timeout 60 script --quiet --command 'bash -eu /run/typed' /dev/null </dev/null"
         return machine.paste(shell), machine.paste("cat /var/lib/gardening/seen").splitlines()
-    finally:
-        machine.paste(f"rm -f {module} /var/lib/gardening/seen")
 
 
 def test_command_gets_no_terminal_of_root(machine, token_of_ann):
@@ -366,8 +373,6 @@ def test_backup_of_the_command_is_where_its_caller_wants_it(machine, token_of_an
         f"mkdir -p '{folder}'; chown gardening /srv/my* || true; rm -f '{folder}/mine.db'"
     )
     machine.paste(f"cd '{folder}' && gardening backup mine.db")
-    printed = machine.paste(f"gardening restore '{folder}/mine.db'", status=1)
-    assert ("cannot see /tmp" if folder == "/tmp" else "is not empty") in printed
     machine.paste(f"rm '{folder}/mine.db'")
 
 
@@ -461,7 +466,7 @@ def test_failed_upgrade_names_the_command_that_goes_back(machine, empty_account,
         assert workers(machine) == old
         add_project(machine, empty_account, "meanwhile")
     else:
-        assert re.search("Restored: (?s:.*)\nTo go back: ", machine.paste(RESTORE, status=22))
+        assert re.search("Restored: (?s:.*)\nTo go back: ", machine.paste(RESTORE, status=1))
     logged = machine.paste("journalctl -u gardening -u gardening-check -n 200")
     assert re.findall("no[a-z_]{8,}", line)[0] in logged
     paste_twice(machine, back)
@@ -809,12 +814,12 @@ def test_older_release_after_a_newer_one_needs_the_backup(machine, no_backups, e
     release(machine, "git revert --no-edit --no-commit HEAD")
 
 
-RESTORE = block("Backup and restore", "deploy/restore").strip()
+RESTORE = block("Backup and restore", "restore").strip()
 
 
 def go_back(machine, printed):
     """What the last line of a restore says."""
-    [command] = re.findall(f"\nTo go back: ({RESTORE} .*[.]db'?)\n\\Z", printed)
+    [command] = re.findall("\nTo go back: (gardening restore .*[.]db'?)\n\\Z", printed)
     return machine.paste(command)
 
 
@@ -854,7 +859,8 @@ def test_newest_dated_backup_is_restored_and_the_restore_undone(
 def small_disk(machine):
     """Which holds the database for the test."""
     folder = "/var/lib/gardening"
-    copy = f"cp -a $(realpath {DATABASE}) /run/ && mount -t tmpfs -o size=2M tmpfs {folder}"
+    copy = f"cp -a $(realpath {DATABASE}) /run/ && mount -t tmpfs -o size=2M,mode=700"
+    copy += f",uid=$(id -u gardening),gid=$(id -g gardening) tmpfs {folder}"
     machine.paste(f"systemctl stop gardening; {copy} && mv /run/*.db {DATABASE}")
     machine.paste("systemctl start gardening")
     yield
@@ -863,28 +869,31 @@ def small_disk(machine):
 
 NEWEST = f"{BACKUPS}/2020-01-01T000000Z.db"
 SHARED = "install -d -m 1777 /run/shared"
-REFUSED = [  # what is there, the FILE that is given, and what is said of it
-    ("true", "", f"no backup in {BACKUPS}"),
-    (f"mkfifo {NEWEST}", "", f"not a regular file: {NEWEST}"),
-    ("true", "a.db", "no such file: /root/a.db"),
-    (f"cp /etc/hostname {NEWEST}", "", f"{NEWEST}: file is not a database"),
-    ("head -c 3M /dev/zero >/root/a.db", "a.db", "is the disk full?"),
-    ("touch a.db b.db", "a.db b.db", "more than one file was given"),
-    ("touch $'a\\nb.db'", "$'a\\nb.db'", "a control character in the path /root/a?b.db"),
-    ("touch $'a\\x9bb.db'", "$'a\\x9bb.db'", "a control character in the path /root/ab.db"),
+UNREADABLE = "this user cannot read it (on a server, copy it directly into /root)"
+REFUSED = [  # what is there, the argument, and what is said of it
+    ("true", "--newest", f"no backup in {BACKUPS}"),
+    ("true", "", "Missing argument 'FILE'."),
+    ("true", "''", "Is a directory: /root/"),
+    ("true", "a.db", "No such file or directory: /root/a.db"),
+    ("mkfifo a.db", "a.db", "not a regular file: /root/a.db"),
+    ("cp /etc/hostname a.db", "a.db", "file is not a database: /root/a.db"),
+    ("head -c 3M /dev/zero >a.db", "a.db", "No space left on device"),
+    ("touch $'a\nb.db'", "$'a\nb.db'", "has a control character"),
+    ("touch $'a\x9bb.db'", "$'a\x9bb.db'", "or is not UTF-8"),
     # Only root can read what these lead to.
-    (f"ln -s {NEWEST} /root/a.db && ln -s /etc/shadow {NEWEST}", "a.db", "user cannot read it"),
-    (f"gardening backup {NEWEST} && ln -s /etc/shadow {NEWEST}-wal", "", "copy it and its -wal"),
+    (f"ln -s {NEWEST} /root/a.db && ln -s /etc/shadow {NEWEST}", "a.db", UNREADABLE),
+    (f"gardening backup {NEWEST} && ln -s /etc/shadow {NEWEST}-wal", "--newest", "and its -wal to"),
     # Here others could put a -journal beside it.
-    (
-        f"{SHARED} && install -m 600 /etc/hostname /run/shared/a.db",
-        "/run/shared/a.db",
-        "user cannot read it. On a server, copy it directly into /root",
-    ),
+    (f"{SHARED} && install -m 600 /etc/hostname /run/shared/a.db", "/run/shared/a.db", UNREADABLE),
     # The service has a /tmp of its own.
-    ("install -m 644 /etc/hostname /tmp/a.db", "/tmp/a.db", "user cannot read it"),
+    ("install -m 644 /etc/hostname /tmp/a.db", "/tmp/a.db", UNREADABLE),
     # In it, SQLite reads the name of a file to delete.
-    ("cp /etc/hostname a.db && touch a.db-journal", "a.db", "-journal"),
+    ("touch a.db a.db-journal", "a.db", "a -journal beside it: move that away."),
+    (
+        "touch a.db a.db-wal",
+        "a.db",
+        "a -wal beside it: run `chown gardening` on both, and then move",
+    ),
 ]
 
 
@@ -895,44 +904,26 @@ def test_refused_restore_stops_nothing_and_leaves_nothing(
     add_project(machine, empty_account, "Park")
     process, before = main_pid(machine), files(machine)
     machine.paste(f"cd && rm -f ./*.db* && {creation} && chown -hR gardening {BACKUPS}")
-    *printed, last = machine.paste(f"cd; {RESTORE} {given}", status=1).splitlines()
-    assert last.startswith("Not restored: ") and words in last
+    printed = machine.paste(f"cd; gardening restore {given} || exit 1", status=1)
+    *others, last = printed.splitlines()
+    assert last.startswith(("gardening: ", "Error: ")) and words in last
     assert "/gardening-20" not in last  # a copy
-    assert len(printed) <= 1  # Restoring …
+    assert (
+        len(others) == (given == "--newest" and "no backup" not in words) or "Usage: " in others[0]
+    )
     assert (main_pid(machine), files(machine)) == (process, before)
     assert names(machine, empty_account) == ["Park"]
 
 
-SETTING_REFUSED = {
-    "echo -n >/etc/gardening.env": "there are no settings in /etc/gardening.env",
-    "echo GARDENING_DATABASE= >>/etc/gardening.env": "GARDENING_DATABASE is not an absolute path",
-    "echo GARDENING_DATABASE=/etc/a.db >>/etc/gardening.env": "no file can be created in /etc",
-    "echo GARDENING_DATABASE=/nowhere/a.db >>/etc/gardening.env": (
-        "the folder of /nowhere/a.db cannot be entered"
-    ),
-    "ln -sf /etc/a.db /var/lib/gardening/l; "
-    "echo GARDENING_DATABASE=/var/lib/gardening/l >>/etc/gardening.env": (
-        "/var/lib/gardening/l leads to another folder"
-    ),
-}
+@pytest.mark.parametrize(
+    "setting, words", [("", "there are no settings"), ("/etc/a.db", "Read-only file system: /etc/")]
+)
+def test_restore_refuses_a_setting(machine, saved_settings, setting, words):
+    setting = setting and f"GARDENING_DATABASE={setting}"
+    machine.paste(f"systemctl start gardening-backup; echo -n {setting} >/etc/gardening.env")
+    assert words in machine.paste(RESTORE, status=1)
 
 
-@pytest.mark.parametrize("change, words", SETTING_REFUSED.items())
-def test_restore_refuses_a_setting(machine, saved_settings, change, words):
-    machine.paste(f"systemctl start gardening-backup; {change}")
-    printed = machine.paste(RESTORE, status=1)
-    assert re.search(f"(?m)^Not restored: .*{re.escape(words)}", printed)
-    machine.paste("rm -f /var/lib/gardening/l")
-
-
-# What is not yet in the database file itself when its process ends.
-IN_THE_WAL = """
-import os, sqlite3
-database = sqlite3.connect("old one.db", isolation_level=None)
-database.execute("PRAGMA journal_mode = WAL")
-database.execute("UPDATE project SET name = 'in the -wal'")
-os._exit(0)
-"""
 # Another program keeps the -wal beside the database, whatever stops.
 HOLDING = f"""
 import sqlite3, time
@@ -960,20 +951,24 @@ def held(machine, plain_file, empty_account):
     machine.paste("kill -KILL $(cat /run/pid)")
 
 
-def test_database_and_file_of_root_have_their_wal(machine, held, account_with_backup):
-    machine.paste(f"cd && mv {BACKUPS}/20* 'old one.db' && chown root old*")
-    machine.paste("cd && python3 -", input=IN_THE_WAL)
-    printed = machine.paste(f"cd; {RESTORE} 'old one.db'")
-    assert names(machine, account_with_backup) == ["in the -wal"]
+def test_database_is_kept_with_its_wal(machine, held, account_with_backup):
+    printed = machine.paste(RESTORE)
+    assert names(machine, account_with_backup) == ["Park"]
     go_back(machine, printed)
     assert names(machine, account_with_backup) == ["Park", "Wood"]
 
 
-@pytest.mark.parametrize("name", [r"-f ${HOME}\t.db", "link"])
-def test_file_of_root_may_have_any_name(machine, account_with_backup, name):
-    machine.paste(f"cd && install -m 600 {BACKUPS}/* './{name}'")
-    assert "\nRestored: " in machine.paste(f"cd; {RESTORE} './{name}'")
-    machine.paste(f"cd && rm './{name}'; [ -L {DATABASE} ]")  # and not what was given, as it is
+@pytest.mark.parametrize("create", ["install -m 600", "ln -s"])
+def test_file_of_root_may_have_any_name(machine, account_with_backup, create):
+    name = r"-f ${HOME}\t.db"
+    machine.paste(f"cd && {create} {BACKUPS}/* './{name}'")
+    assert "Restored: " in machine.paste(f"cd; gardening restore -- '{name}'")
+    machine.paste(f"cd && rm './{name}'")
+    assert names(machine, account_with_backup) == ["Park"]
+
+
+def test_standard_input_of_root_is_restored(machine, account_with_backup):
+    assert "Restored: " in machine.paste(f"cat {BACKUPS}/* | gardening restore -")
     assert names(machine, account_with_backup) == ["Park"]
 
 
@@ -1015,17 +1010,33 @@ def test_killed_restore_leaves_the_old_database_in_use_or_the_new_one(
     assert names(machine, account_with_backup) == ["Park"]
 
 
+# Sends its process a signal at a call with this in its arguments.
+SIGNALLING = """
+import os, signal, sys
+def hook(event, arguments):
+    if event == "{event}" and "{part}" in str(arguments):
+        os.kill(os.getpid(), signal.SIG{signal})
+sys.addaudithook(hook)
+"""
+
+
+def signalled(machine, signal, event, part):
+    source = SIGNALLING.replace("{event}", event).replace("{part}", part)
+    return customized(machine, source.replace("{signal}", signal))
+
+
 @pytest.mark.parametrize("setting", ["", "WEB_CONCURRENCY=0"])
-def test_restore_whose_unit_is_killed_at_the_switch_is_not_called_refused(
-    machine, account_with_backup, saved_settings, setting
+@pytest.mark.parametrize("signal", ["TERM", "KILL"])  # the latter as if memory had run out
+def test_service_uses_the_new_database_if_the_restore_is_ended_after_the_switch(
+    machine, plain_file, account_with_backup, saved_settings, setting, signal
 ):
-    """By the last program that it calls. The service restarts nevertheless, if it can."""
+    """If the service can start."""
     machine.paste(f"echo {setting} >>/etc/gardening.env")
-    killing = "/usr/local/bin/sync"
-    machine.paste(f"cat >{killing}; chmod 755 {killing}", input="#!/bin/sh\nkill -KILL $PPID\n")
-    printed = machine.paste(RESTORE, status=1)
-    machine.paste(f"rm -r {killing} /var/lib/gardening/*.partial")  # which the next night removes
-    assert "The restore was ended early: " in printed
+    with signalled(machine, signal, "os.remove", "gardening.db-wal"):  # after the switch
+        printed = machine.paste(RESTORE, status=255 if signal == "KILL" else int(bool(setting)))
+    machine.paste("rm -rf /var/lib/gardening/*.partial")  # which the next night removes
+    early = "The restore ended early: the old database is in use, or the new one."
+    assert (early in printed) == (signal == "KILL")
     if setting:
         machine.paste(f"cp {saved_settings} /etc/ && systemctl restart gardening")
     assert names(machine, account_with_backup) == ["Park"]
@@ -1041,23 +1052,22 @@ def test_way_back_can_be_pasted_if_the_service_does_not_start_after_a_restore(
 
 
 def test_ctrl_c_ends_the_wait_for_a_restore_that_hangs(machine, no_backups):
-    """As with a backup that somebody made so. The unit has an hour."""
+    """As with a backup that somebody made so. The unit has a day."""
     machine.paste("systemctl start gardening-backup")
-    restoring = "pgrep -u gardening -f 'app restore'"
-    stop = f"until pid=$({restoring}); do sleep 0.1; done; kill -STOP $pid"
-    machine.paste(
-        f"(echo {RESTORE}; {stop}; printf '\\3'; echo 'echo prompt $((1 + 1))'; echo exit) |"
-        " timeout 60 script --quiet /dev/null | tee /run/printed"
-    )
-    assert "prompt 2" in machine.paste("cat /run/printed")
-    shown = machine.paste("systemctl show --property=TimeoutStartUSec 'gardening-restore-*'")
-    assert shown.strip() == "TimeoutStartUSec=1h"
-    # It finds that nobody reads what it prints.
     before = files(machine)
-    machine.paste(
-        f"pkill -CONT -u gardening -f 'app restore'; while {HAS_STARTED}; do sleep 0.1; done"
-    )
-    assert "partial" in before and "partial" not in files(machine)
+    with signalled(machine, "STOP", "os.symlink", ".partial"):
+        machine.paste(
+            f"(echo {RESTORE}; until pgrep -r T -u gardening >/dev/null; do sleep 0.1; done;"
+            " printf '\\3'; echo 'echo prompt $((1 + 1))'; echo exit) |"
+            " timeout 60 script --quiet /dev/null | tee /run/printed"
+        )
+        assert "prompt 2" in machine.paste("cat /run/printed")
+        shown = machine.paste("systemctl show --property=TimeoutStartUSec 'gardening-restore-*'")
+        assert shown.strip() == "TimeoutStartUSec=1d"
+        assert "partial" in files(machine)
+        # It finds that nobody reads what it prints.
+        machine.paste(f"pkill -CONT -u gardening; while {HAS_STARTED}; do sleep 0.1; done")
+    assert files(machine) == before
 
 
 def test_restart_of_a_restore_is_not_lost_when_systemd_reads_its_units_again(
@@ -1065,25 +1075,6 @@ def test_restart_of_a_restore_is_not_lost_when_systemd_reads_its_units_again(
 ):
     machine.paste(f"while :; do systemctl daemon-reload; done & {RESTORE}; kill $!")
     assert names(machine, account_with_backup) == ["Park"]
-
-
-@pytest.mark.parametrize("call", ["link linkat", "symlink symlinkat"])
-def test_restore_without_links_changes_nothing_and_says_what_to_do(
-    machine, plain_file, account_with_backup, call
-):
-    """As on an exFAT disk, where these calls are not permitted either."""
-    before, drop_in = files(machine), "/etc/systemd/system/gardening-.service.d/links.conf"
-    machine.paste(
-        f"mkdir -p {Path(drop_in).parent} && cat >{drop_in}",
-        input=f"[Service]\nSystemCallFilter=~{call}\n",
-    )
-    try:
-        printed = machine.paste(f"systemctl daemon-reload; {RESTORE}", status=1)
-    finally:
-        machine.paste(f"rm {drop_in}; systemctl daemon-reload")
-    assert re.search("(?m)^Not restored: .* the file system of .* ha(s no|ve hard) links", printed)
-    assert files(machine) == before
-    assert names(machine, account_with_backup) == ["Park", "Wood"]
 
 
 def test_restore_gives_the_service_no_terminal_of_root(machine, no_backups):
@@ -1344,7 +1335,7 @@ def test_projects_move_to_postgresql_and_back(machine, empty_account, saved_sett
     machine.paste(backup)
     machine.paste(f"cp {saved_settings} /etc/gardening.env")
     machine.paste(f"pg_ctlcluster {version} main stop")
-    machine.paste(f"{RESTORE} {BACKUPS}/move.db")
+    machine.paste(restore)
     assert curl(machine, PROJECTS, token=empty_account) == kept
 
 
@@ -1359,6 +1350,7 @@ def test_service_that_was_taken_over_ends_and_goes_back(machine, account_with_ba
     machine.paste("! systemctl is-active gardening-command-1 && rm -r /var/lib/gardening-*")
     assert "Restored: " in printed and " ann\n" in printed
     assert "Handling signal: term" not in machine.paste(f"journalctl _PID={taken}")
+    machine.paste(code("systemctl start gardening(?!-)"))
     assert machine.paste("stat --format=%i /run/gardening/socket") != socket
     assert names(machine, account_with_backup) == ["Park"]
 
