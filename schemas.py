@@ -60,6 +60,9 @@ def text(max_length: int) -> fields.String:
 class PointSchema(Schema):
     """A GeoJSON Point (RFC 7946 3.1.1 and 3.1.2): the longitude, then the latitude."""
 
+    class Meta:
+        register = False  # a team's own schemas share marshmallow's registry with the service
+
     type = fields.String(required=True, validate=validate.Equal("Point"))
     coordinates = fields.Tuple(
         (Degrees(validate=validate.Range(-180, 180)), Degrees(validate=validate.Range(-90, 90))),
@@ -70,6 +73,7 @@ class PointSchema(Schema):
 
 class ProjectSchema(Schema):
     class Meta:
+        register = False
         include: ClassVar = {name: OutputOnly() for name in READ_ONLY}
 
     error_messages = NOT_AN_OBJECT
@@ -83,6 +87,9 @@ class ProjectSchema(Schema):
 
 class PageSchema(Schema):
     """The query of a list in pages; any one of the fields is enough."""
+
+    class Meta:
+        register = False
 
     page = Digits(validate=validate.Range(0, MAX_PAGE), load_default=0)
     size = Digits(validate=validate.Range(1, MAX_SIZE), load_default=20)

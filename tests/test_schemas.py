@@ -4,7 +4,7 @@ import json
 from contextlib import suppress
 
 import pytest
-from marshmallow import ValidationError
+from marshmallow import Schema, ValidationError, fields
 
 import schemas
 from helpers.openapi import validator
@@ -140,3 +140,10 @@ def test_refusal_of_coordinates_is_in_the_callers_terms(coordinates, message):
     location = POINT | {"coordinates": coordinates}
     found = errors({"location": location})
     assert found == {"location": {"coordinates": message}}
+
+
+def test_schema_of_another_program_in_the_process_may_have_the_name_of_one_of_ours():
+    ours = {name for name, kind in vars(schemas).items() if isinstance(kind, type(Schema))}
+    for name in ours - {"Schema"}:
+        theirs = type(name, (Schema,), {})
+        assert isinstance(fields.Nested(name).schema, theirs)
