@@ -116,7 +116,7 @@ class Store:
     def __init__(
         self,
         engine: Engine,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = lambda: time.time(),  # freezegun replaces time.time
         max_projects: int = MAX_PROJECTS,
     ) -> None:
         """`clock` returns epoch seconds. An account may have `max_projects` at most."""

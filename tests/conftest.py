@@ -1,5 +1,4 @@
 import os
-import time
 from contextlib import ExitStack, closing, contextmanager
 from wsgiref.validate import validator
 
@@ -51,8 +50,8 @@ def open_store(database):
     """Creates the database, or brings it up to date, and opens a store on it."""
     with ExitStack() as stores:
 
-        def open_store(database=database, clock=time.time):
-            store = stores.enter_context(closing_store(database, clock))
+        def open_store(database=database, **options):
+            store = stores.enter_context(closing_store(database, **options))
             store.engine.open_database(creates=True)
             store.engine.close()
             return store

@@ -73,18 +73,18 @@ def replaced(text, changes):
     return text
 
 
-def store_on(database, clock=time.time):
+def store_on(database, **options):
     """A store on this path or URL, which has opened and created nothing yet."""
     engine = SQLite
     if database.startswith("postgresql://"):
         from engines.postgres import PostgreSQL as engine
-    return Store(engine(database), clock)
+    return Store(engine(database), **options)
 
 
 @contextmanager
-def closing_store(database, clock=time.time):
+def closing_store(database, **options):
     """The same, without idle connections at the end."""
-    store = store_on(database, clock)
+    store = store_on(database, **options)
     with closing(store.engine):
         yield store
 
