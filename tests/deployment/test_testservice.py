@@ -76,7 +76,7 @@ def test_ends_early(service):
 def clone(tmp_path_factory):
     """A copy of this folder."""
     clone = tmp_path_factory.mktemp("clone") / "gardening"
-    unwanted = (".*", "*.egg-info", "__pycache__", "build", "instance")
+    unwanted = (".*", "__pycache__", "instance")
     shutil.copytree(ROOT, clone, ignore=shutil.ignore_patterns(*unwanted))
     return clone
 
@@ -112,6 +112,12 @@ def run_their_tests(python, project, their_environment, *options, output="5 pass
     theirs = their_environment | {"PYTHONPATH": str(project)}
     ended = run(*command, folder="/", environment=theirs, status=status)
     assert output in ended.stdout
+
+
+def test_installation_leaves_nothing_in_the_clone(python, clone):
+    """Such as an egg-info, with which pytest loads the fixtures wherever the clone is on a path."""
+    left = {path.relative_to(clone) for path in clone.rglob("*") if "__pycache__" not in path.parts}
+    assert [path for path in left if not (ROOT / path).exists()] == []
 
 
 @pytest.mark.parametrize("options", [[], ["-n2"], ["-p", "no:cacheprovider"]], ids=str)
