@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 import uuid
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -51,20 +52,27 @@ def test_service_that_does_not_start_says_why(monkeypatch, capfd, command, reaso
     assert log in capfd.readouterr().err
 
 
+HAS_ENDED = partial(pytest.raises, RuntimeError, match="^The service has ended")
+
+
 def test_service_that_has_ended_says_so_at_the_next_call_and_at_the_end():
-    others, message = workers(os.getpid()), "^The service has ended"
-    with pytest.raises(RuntimeError, match=message), run() as service:
+    others = workers(os.getpid())
+    with HAS_ENDED(), run() as service:
         [process] = {*workers(os.getpid())} - {*others}
         os.kill(process, signal.SIGKILL)
         assert refuses(service.url)
-        with pytest.raises(RuntimeError, match=message):
+        with HAS_ENDED():
             service.with_new_account()
 
 
-def test_shell_around_the_service_may_end_by_the_signal(monkeypatch):
-    script = f"cd {ROOT} && {shlex.join(COMMAND)}; true"
+ENDS = {"-": nullcontext, "exit 143": nullcontext, "exit 1": HAS_ENDED, "exit 137": HAS_ENDED}
+
+
+@pytest.mark.parametrize("end, outcome", ENDS.items())
+def test_shell_around_the_service_may_end_by_the_signal(monkeypatch, end, outcome):
+    script = f"exec 3<&0; trap '{end}' TERM; cd {ROOT}; {shlex.join(COMMAND)} <&3 & wait"
     monkeypatch.setenv("GARDENING_TEST_SERVICE", shlex.join(["sh", "-c", script]))
-    with run() as service:
+    with outcome(), run() as service:
         service.with_new_account()
     assert refuses(service.url)
 

@@ -136,8 +136,8 @@ def run_service() -> Iterator[Service]:
             yield Service(json.loads(ready)["url"])
             # Not asked before whether it has ended: one that was just killed may still seem to run.
             process.terminate()
-            # The service ends with 0, and a shell around it by the signal.
-            if process.wait(LIMIT) not in (0, -signal.SIGTERM):
+            # The service ends with 0, and a shell around it by the signal, or with 128 plus it.
+            if process.wait(LIMIT) not in (0, -signal.SIGTERM, 128 + signal.SIGTERM):
                 raise RuntimeError(ENDED)
         finally:
             process.kill()
