@@ -15,7 +15,8 @@ from helpers.testservice import connect
 JSON = {"Content_Type": "application/json"}
 MADE = {"none": 201, "503-unknown": 503, "504": 504, "lost": None}
 UNKNOWN = ["LOST", 503, [], "slow:0", "slow:301", "slow:1.5"]
-NOT_MADE = {"401": 401, "429": 429, "500": 500, "502": 502, "503": 503, "dropped": None}
+NOT_MADE = {"401": 401, "account-full": 409, "429": 429, "500": 500, "502": 502, "503": 503}
+NOT_MADE |= {"dropped": None}
 ON_EVERY_RESPONSE = {"Date", "Server", "X-Request-Id"}
 ON_EVERY_RESPONSE |= {"Strict-Transport-Security", "X-Content-Type-Options"}
 
@@ -65,6 +66,17 @@ def test_only_a_write_has_an_unknown_outcome(failing, method, kind):
     assert json.loads(content)["type"] == kind
 
 
+def test_full_account_refuses_only_what_would_create_a_project(failing):
+    client, other = failing("account-full", "account-full", "429")
+    _, _, document = other.ask("POST", PROJECTS, {}, Idempotency_Key="k")
+    status, _, again = client.ask("POST", PROJECTS, {}, Idempotency_Key="k")
+    assert (status, again) == (201, document)
+    path = f"{PROJECTS}/{json.loads(document)['id']}"
+    others = [client.call(method, path, {})[0] for method in ("GET", "PUT", "DELETE")]
+    assert others == [200, 200, 204]
+    assert [client.call("POST", PROJECTS, {})[0] for _ in range(3)] == [409, 429, 201]
+
+
 @pytest.mark.parametrize("failure, seconds", {"slow": 3, "slow:2": 2}.items())
 def test_slow_request_makes_its_change_after_the_seconds_of_its_plan(
     failing, gardening_service, failure, seconds
@@ -101,21 +113,22 @@ def own_parts(response):
     return status, own, content
 
 
-DAMAGES = {"401": "DELETE FROM token", "500": "DROP TABLE token", "503": "removed"}
+CAUSES = {"401": "DELETE FROM token", "500": "DROP TABLE token", "503": "removed"}
+CAUSES |= {"account-full": "INSERT INTO account (name, project_count) VALUES ('ann', 10000)"}
 
 
-@pytest.mark.parametrize("failure, damage", DAMAGES.items())
-def test_failure_is_that_of_a_damaged_database(
-    failing, environment, token, database, failure, damage
+@pytest.mark.parametrize("failure, cause", CAUSES.items())
+def test_failure_is_the_one_that_its_cause_has_in_production(
+    failing, environment, token, database, failure, cause
 ):
     client, _ = failing(failure)
     with gunicorn(environment) as (_, port), Client(port, token) as real:
         assert real.call("GET", "/api/v1/hello-service")[0] == 200
-        if damage == "removed":
+        if cause == "removed":
             os.remove(database)
         else:
             with closing(sqlite3.connect(database, isolation_level=None)) as connection:
-                connection.execute(damage)
+                connection.execute(cause)
         expected = own_parts(real.fetch("POST", PROJECTS, "{}", **JSON))
     assert own_parts(client.fetch("POST", PROJECTS, "{}", **JSON)) == expected
-    assert expected[0] == int(failure)
+    assert expected[0] == NOT_MADE[failure]

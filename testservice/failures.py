@@ -20,14 +20,14 @@ from flask import Response, abort, request
 from marshmallow import Schema, ValidationError, fields, validate
 from werkzeug.datastructures import EnvironHeaders
 
-from app import create_app, description
+from app import PROJECTS, create_app, description
 from auth import bearer_token, issue_token
 from engines.errors import OutcomeUnknown, Unavailable
 from engines.names import BadName, account_name
 from problems import RETRY_AFTER, problem
 from reading import MAX_CONTENT_LENGTH, read_json
 from schemas import NOT_AN_OBJECT
-from store import Caller, Store
+from store import MAX_PROJECTS, AccountFull, Caller, Fields, Project, Store
 
 NO_TOKEN = "There is no such token."
 PLANNED = "planned for this token"
@@ -46,6 +46,7 @@ class Failure(NamedTuple):
     detail: str = ""
     raised: type[Exception] | None = None  # by the store
     is_revoked: bool = False  # to the store, the token is unknown
+    is_full: bool = False  # to the store, the account is full
 
 
 def detail_of(response: str) -> str:
@@ -56,6 +57,7 @@ def detail_of(response: str) -> str:
 
 FAILURES = {
     "401": Failure(is_revoked=True),
+    "account-full": Failure(is_full=True),
     "429": Failure(status=429, retry_after=1, detail=detail_of("TooManyRequests")),
     "500": Failure(raised=RuntimeError),
     "502": Failure(status=502, detail=detail_of("BadGateway")),
@@ -74,13 +76,21 @@ PLANNABLE = validate.OneOf(FAILURES, error=f"{{input!r}} is not one of {CHOICES}
 
 
 class FailingStore(Store):
-    """Fails as planned where the service looks up a token."""
+    """Fails as planned where the service looks up a token, or creates a Project."""
 
     def find_caller(self, digest: bytes) -> Caller | None:
         failure = request.environ[FAILURE]
         if failure.raised:
             raise failure.raised(PLANNED)
         return None if failure.is_revoked else super().find_caller(digest)
+
+    def create_project(self, account: str, fields: Fields, key: str | None = None) -> Project:
+        if not request.environ[FAILURE].is_full:
+            return super().create_project(account, fields, key)
+        try:
+            return Store(self.engine, max_projects=0).create_project(account, fields, key)
+        except AccountFull:
+            raise AccountFull(MAX_PROJECTS) from None
 
 
 class PlanSchema(Schema):
@@ -126,7 +136,7 @@ class FailingService:
             return self._app({**environ, FAILURE: Failure()}, start_response)
         entry = read_request(environ)
         issued.journal.append(entry)
-        failure = next_failure(issued.plan, environ["REQUEST_METHOD"])
+        failure = next_failure(issued.plan, environ["REQUEST_METHOD"], environ["PATH_INFO"])
 
         def record_status(status: str, *arguments: Any) -> Any:
             entry["status"] = int(status[:3])
@@ -201,11 +211,12 @@ def read_request(environ: WSGIEnvironment) -> dict[str, Any]:
     }
 
 
-def next_failure(plan: list[str], method: str) -> Failure:
-    """Take it off the plan."""
+def next_failure(plan: list[str], method: str, path: str) -> Failure:
+    """Take it off the plan, unless it waits for the next POST of a Project."""
     name = "none"
     with suppress(IndexError):
-        name = plan.pop(0)
+        if plan[0] != "account-full" or (method, path) == ("POST", PROJECTS):
+            name = plan.pop(0)
     if name == "503-unknown" and method in ("GET", "HEAD"):
         name = "503"  # what changes nothing has no unknown outcome
     return FAILURES[name]
