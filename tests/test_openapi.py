@@ -249,6 +249,15 @@ def test_described_limits_are_those_of_the_schemas(fields, described):
             assert {limit: described[name][limit] for limit in limits} == limits_of(field), name
 
 
+def test_longest_texts_fit_in_a_body_even_if_it_escapes_every_character(client):
+    limits = {name: limits_of(field) for name, field in schemas.PROJECT.fields.items()}
+    lengths = {name: limit["maxLength"] for name, limit in limits.items() if "maxLength" in limit}
+    body = json.dumps({name: "😀" * length for name, length in lengths.items()})
+    response = client.post(PROJECTS, data=body, content_type="application/json")
+    assert response.status_code == 201
+    assert len(response.json["name"]) == lengths["name"]
+
+
 @pytest.mark.parametrize("key", ["k", "a b", "~" * 255, f'"{"8e03978e-" * 4}"'])
 def test_printable_key_is_described_and_accepted(client, key):
     assert validator(KEY).is_valid(key)
