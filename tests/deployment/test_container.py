@@ -11,7 +11,6 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-import yaml
 
 from helpers.running import (
     BIN,
@@ -110,26 +109,6 @@ def test_probes_of_kubernetes_are_on_the_page(environment, database):
         assert [client.fetch("GET", path)[0] for path in paths] == [200, 200]
         os.rename(database, f"{database}-moved")
         assert [client.fetch("GET", path)[0] for path in paths] == [200, 503]
-
-
-# Prints what it was called with, and then the token that the real one would print last.
-ECHO = '#!/bin/sh\necho "$@" >>called\necho TOKEN\n'
-
-
-def test_workflow_starts_the_image_as_the_page_does_and_calls_it(tmp_path):
-    """With commands that stand in for docker and curl: only the hosted CI has the real docker."""
-    jobs = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())["jobs"]
-    script, uninstall = [step["run"] for step in jobs["image"]["steps"] if "run" in step]
-    assert f"`{uninstall}`" in (ROOT / PAGE).read_text()
-    (tmp_path / "docs").mkdir()
-    shutil.copy(ROOT / PAGE, tmp_path / "docs")
-    for command in ("docker", "curl"):
-        (tmp_path / command).write_text(ECHO)
-        (tmp_path / command).chmod(0o755)
-    run("bash", "-ec", script, folder=tmp_path, environment={"PATH": f"{tmp_path}:/usr/bin:/bin"})
-    *started, called = (tmp_path / "called").read_text().splitlines()
-    assert started == re.findall("(?m)docker (compose.*?)(?: &&)?$", blocks(PAGE)[0])
-    assert "Authorization: Bearer TOKEN" in called
 
 
 def test_compose_file_confines_the_service_and_fits_the_image():
