@@ -212,8 +212,9 @@ def test_broken_body_is_a_request_like_any_other(gardening, body):
             client.sock.shutdown(socket.SHUT_WR)
             received = client.sock.makefile("rb").read()
         head_of_response, content = received.split(b"\r\n\r\n")
-        responses.append((head_of_response[9:12], json.loads(content)["status"]))
-    assert responses == [(b"400", 400), (b"502", 502)]
+        problem = json.loads(content)
+        responses.append((head_of_response[9:12], problem["status"], "early" in problem["detail"]))
+    assert responses == [(b"400", 400, True), (b"502", 502, False)]
     requests = [(each["method"], each["status"]) for each in gardening.requests]
     assert requests == [("POST", 400), ("POST", 502)]
 

@@ -192,21 +192,21 @@ class FailingService:
 def read_request(environ: WSGIEnvironment) -> dict[str, Any]:
     """The request as the journal has it, without a response yet.
 
-    The application can still read its body.
+    The application can still read its body, or fail to.
     """
-    body, copy = b"", BytesIO()
-    copy.close()  # so that a body which cannot be read is an error for the application, too
+    body = None
     with suppress(Exception):  # it is malformed, or was cut short
         body = environ["wsgi.input"].read(MAX_CONTENT_LENGTH)
-        copy = BytesIO(body)
-    environ["wsgi.input"] = copy
+    environ["wsgi.input"] = copy = BytesIO(body or b"")
+    if body is None:
+        copy.close()  # so that the application cannot read it either
     headers = EnvironHeaders(environ)
     return {
         "method": environ["REQUEST_METHOD"],
         "path": environ["RAW_URI"],
         # Without the token, since tests print the journal.
         "headers": {k: v for k, v in headers if k != "Authorization"},
-        "body": body.decode(errors="replace"),
+        "body": (body or b"").decode(errors="replace"),
         "status": None,
     }
 
