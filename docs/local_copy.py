@@ -203,7 +203,7 @@ class LocalCopy:
     def _change(
         self, seen: Object, fields: Object | None, *later: Object | None
     ) -> tuple[Outcome, Object]:
-        """Change or delete a Project, unless it is no longer what the user saw."""
+        """Change or delete a Project, if it is still what the user saw. The `later` ones wait."""
         id, headers = seen["id"], {"If-Match": f'"{seen["version"]}-{seen["updated_at"]}"'}
         wanted = {"id": id} | {name: seen.get(name) for name in SETTABLE} | (fields or {})
         after = wanted | {"version": seen["version"] + 1}
@@ -225,7 +225,8 @@ class LocalCopy:
 
     def _made(self, ref: str, found: Object) -> None:
         """Go on from what the user has seen by now."""
-        pending, changes, conflicts = self.changes[ref], without(ref, self.changes), self.conflicts
+        pending, conflicts = self.changes[ref], self.conflicts
+        changes = without(ref, self.changes)
         id, (fields, *left) = found["id"], pending["changes"]
         if left and id in changes:
             # The user has also changed the new Project as it came with the list.
@@ -266,21 +267,21 @@ class LocalCopy:
     ) -> tuple[int | str, Object]:
         """The status or type that decides, and the Project or problem that came with it.
 
-        A success has to show what is expected. Only a new Project that may exist can have been
-        changed or deleted meanwhile. Raises requests.RequestException if nothing came, or nothing
-        that decides.
+        A success has to show what is expected. Raises requests.RequestException if nothing came, or
+        nothing that decides.
         """
         response, found = self._request(method, path, **options)
         status, media_type = response.status_code, response.headers.get("Content-Type", "")
         success, *problems = DECISIVE[method]
         if may_exist and is_project(found) and found["version"] > expected["version"]:
-            expected = {}
+            expected = {}  # others have changed the new Project meanwhile
         if status == success and (method == "DELETE" or is_project(found, expected)):
             return status, found or {}
-        is_problem = media_type.startswith("application/problem+json") and isinstance(found, dict)
-        for verdict in (found.get("type"), status) if is_problem else ():
-            if verdict in problems and (verdict != SPENT or may_exist):
-                return verdict, found
+        if media_type.startswith("application/problem+json") and isinstance(found, dict):
+            for verdict in (found.get("type", ""), status):
+                # Nobody can have deleted what was never sent before.
+                if verdict in problems and (verdict != SPENT or may_exist):
+                    return verdict, found
         raise requests.HTTPError(f"{response} decides nothing", response=response)
 
     def _request(self, method: str, path: str, **options: Any) -> tuple[requests.Response, Any]:
