@@ -87,7 +87,7 @@ def read_fields() -> dict[str, object]:
 
 
 def read_json() -> Any:
-    """The body, parsed. Raises BadRequest, UnsupportedMediaType, RequestEntityTooLarge."""
+    """The body, parsed. Raises http.HTTPException if it is refused."""
     body = read_body()
     try:
         return DECODER.decode(body.decode("utf-8-sig"))  # RFC 8259 8.1 allows the mark
@@ -141,6 +141,11 @@ def read_body() -> bytes:
         raise too_large()
     if len(body) < (request.content_length or 0):
         raise http.BadRequest("The body ended early.")
+    environ = request.environ
+    # uWSGI and asgiref hand over no chunked body.
+    if not body and "HTTP_TRANSFER_ENCODING" in environ and "wsgi.input_terminated" not in environ:
+        detail = "Send the body with a Content-Length: this server takes no chunked one."
+        raise http.LengthRequired(detail)
     return body
 
 

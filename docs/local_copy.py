@@ -20,8 +20,8 @@ NO_PROJECT = "urn:gardening:no-such-project"
 SPENT = "urn:gardening:key-spent"
 FULL = "urn:gardening:account-full"
 DECISIVE = {  # by method: the status of a success, and the types and statuses of problems
-    "POST": (201, FULL, SPENT, 400, 413, 415, 422),
-    "PUT": (200, NO_PROJECT, 400, 412, 413, 415, 422),
+    "POST": (201, FULL, SPENT, 400, 411, 413, 415, 422),
+    "PUT": (200, NO_PROJECT, 400, 411, 412, 413, 415, 422),
     "DELETE": (204, NO_PROJECT, 412),
     "GET": (200, NO_PROJECT),
 }

@@ -320,6 +320,18 @@ def test_body_over_64_kib_is_refused(client, is_chunked):
     assert response.json["detail"] == "The body is longer than 65536 bytes."
 
 
+HANDED_OVER = {"wsgi.input_terminated": True}
+
+
+@pytest.mark.parametrize(
+    "body, server, status", [(b"{}", {}, 411), (b"", HANDED_OVER, 400), (b"{}", HANDED_OVER, 201)]
+)
+def test_chunked_body_that_the_server_keeps_is_not_called_empty(client, body, server, status):
+    response = post_stream(client, io.BytesIO(body), HTTP_TRANSFER_ENCODING="chunked", **server)
+    assert response.status_code == status
+    assert ("it is empty" in response.text) == (status == 400)
+
+
 def test_body_that_announces_a_gigabyte_is_refused_unread(client):
     stream = io.BytesIO(b"{}")
     response = post_stream(client, stream, CONTENT_LENGTH=str(10**9))

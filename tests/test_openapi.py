@@ -99,7 +99,7 @@ def test_operation_describes_the_errors_that_it_may_meet(method, path):
     for statuses, is_met in [
         ({"500", "503"}, is_protected or path == "/health"),  # which reads the database
         ({"401"}, is_protected),
-        ({"400", "413", "415", "422"}, has_body),
+        ({"400", "411", "413", "415", "422"}, has_body),
         ({"404"}, "{" in path),
         ({"409"}, method == "post"),
         ({"412"}, "If-Match" in named),

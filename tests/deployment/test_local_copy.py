@@ -259,7 +259,7 @@ def test_refused_change_is_a_conflict_and_holds_up_no_other(device):
     assert phone.conflicts() == [[{"naem": "Park"}]]
 
 
-REFUSALS = [problem(status) for status in (400, 413, 415, 422)]
+REFUSALS = [problem(status) for status in (400, 411, 413, 415, 422)]
 
 
 @pytest.mark.parametrize(
