@@ -194,12 +194,17 @@ class SQLite(Engine):
     def __init__(self, path: str) -> None:
         """On the file at `path`; `:memory:` is a private database, which has its tables.
 
-        Raises ValueError if this Python's SQLite is too old.
+        Raises ValueError if this Python's SQLite is too old, or lacks JSON.
         """
+        found = f"this Python has SQLite {sqlite3.sqlite_version}"
         if sqlite3.sqlite_version_info < OLDEST_SQLITE:
             needed = ".".join(map(str, OLDEST_SQLITE))
-            found = f"this Python has SQLite {sqlite3.sqlite_version}"
             raise ValueError(f"{found}; the service needs {needed} or later")
+        with closing(sqlite3.connect(":memory:")) as connection:
+            try:
+                connection.execute("SELECT json_object()")
+            except sqlite3.OperationalError as error:  # they were an option until 3.38
+                raise ValueError(f"{found} without JSON; the service needs it") from error
         super().__init__(NoFile() if path == ":memory:" else DatabaseFile(path))
         if isinstance(self.file, NoFile):
             self._lock = WriteLock(self.file, MEMORY_TIMEOUT)

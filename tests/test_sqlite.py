@@ -263,6 +263,15 @@ def test_python_whose_sqlite_is_too_old_is_refused(monkeypatch):
         create_app({"DATABASE": ":memory:"})
 
 
+def test_python_whose_sqlite_has_no_json_is_refused(monkeypatch):
+    connection = sqlite3.connect(":memory:")
+    connection.create_function("json_object", -1, None)  # in place of the one that is there
+    monkeypatch.setattr(sqlite3, "connect", lambda _: connection)
+    reason = f"^this Python has SQLite {sqlite3.sqlite_version} without JSON; the service needs it$"
+    with pytest.raises(ValueError, match=reason):
+        create_app({"DATABASE": ":memory:"})
+
+
 @pytest.mark.parametrize("suffix", ["-wal", "-journal"])
 @pytest.mark.parametrize("name", ["gardening.db", "link.db"])
 def test_file_of_a_missing_database_is_neither_thrown_away_nor_used(
