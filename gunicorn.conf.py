@@ -32,6 +32,8 @@ if not bind:
     if port and not (port.isdecimal() and 0 < int(port) < 2**16):
         sys.exit("Error: PORT must be a whole number, from 1 to 65535")
     bind = f"0.0.0.0:{port}" if port else "127.0.0.1:8000"
+if bind.isdecimal():  # gunicorn would take it for a host
+    sys.exit(f"Error: GARDENING_BIND must have a host, too: HOST:{bind}")
 try:
     address = parse_address(bind)  # as gunicorn does, which then takes any number for a port
 except RuntimeError as error:

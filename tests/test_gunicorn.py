@@ -88,6 +88,7 @@ REFUSED = [
     *[("PORT", port, f"PORT {NUMBER} from 1 to 65535") for port in ("0", "-1", "65536", "http")],
     ("GARDENING_BIND", "127.0.0.1:65536", RANGE),
     ("GARDENING_BIND", "[::1]:-1", RANGE),
+    ("GARDENING_BIND", "23511", "GARDENING_BIND must have a host, too: HOST:23511"),
     ("GARDENING_BIND", "localhost:http", f"{ADDRESS}: 'http' is not a valid port number."),
 ]
 
