@@ -22,7 +22,7 @@ UNREAD_LIMIT = 64 * 1024  # bytes; gunicorn drains less than this of an unread b
 
 wsgi_app = "app:create_app()"
 bind = os.environ.get("GARDENING_BIND", "").strip()
-# LISTEN_FDS is for the process LISTEN_PID (sd_listen_fds(3)). deploy/install sets only the former.
+# LISTEN_FDS is for the process LISTEN_PID (sd_listen_fds(3)), which deploy/install does not set.
 holder = os.environ.get("LISTEN_PID", str(os.getpid()))
 if bind and "LISTEN_FDS" in os.environ and holder == str(os.getpid()):
     sys.exit("Error: GARDENING_BIND has no effect: systemd holds the socket (gardening.socket)")
@@ -64,8 +64,6 @@ worker_tmp_dir = "/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else Non
 limit_request_line = 8190  # bytes, as for each header, and as nginx takes
 control_socket_disable = True  # there is one per user, so two instances would clash
 accesslog = "-"
-# A format of your own, in GUNICORN_CMD_ARGS=--access-logformat=…, can have these names and `time`,
-# and none of gunicorn's.
 access_log_format = (
     '"%(caller)s" "%(method)s %(path)s" %(status)s %(bytes)s %(microseconds)s %(request_id)s'
 )
