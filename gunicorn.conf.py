@@ -48,9 +48,10 @@ if "WEB_CONCURRENCY" not in os.environ:  # which gunicorn reads by itself
     workers = 2 * cores
 elif int(os.environ["WEB_CONCURRENCY"]) == 0:  # gunicorn would start, and serve no connection
     sys.exit("Error: WEB_CONCURRENCY must be a whole number, 1 or more")
-# A write that waits for the disk or a lock leaves one thread for others, and two such writes none.
-# With more (see deploy/gardening.env), all contend for the interpreter, and reads get slower.
-threads = 2
+# A write that waits for the disk or a lock holds a thread. With more threads, all contend for the
+# interpreter, and reads get slower. They pay on PostgreSQL, where several commits wait for the disk
+# and the standby at once.
+threads = 4 if os.environ.get("GARDENING_DATABASE", "").startswith("postgresql://") else 2
 # Give up on a silent name server after a second. By itself, glibc would hold up a thread for 10 s
 # for each host that a URL names. See resolv.conf(5).
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")

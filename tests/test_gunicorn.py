@@ -43,7 +43,8 @@ MIX = [(status, size) for status in UNREAD for size in SIZES]
 
 def set_up(environment, **changes):
     """The settings in gunicorn.conf.py, as gunicorn itself reads them."""
-    command = [BIN / "gunicorn", "--print-config"]
+    # Loading the service itself on PostgreSQL would need the driver.
+    command = [BIN / "gunicorn", "--print-config", "wsgiref.simple_server:demo_app"]
     printed = run(*command, environment=environment | changes).stdout
     return dict(re.findall(r"^(\w+) += (.*)$", printed, re.MULTILINE))
 
@@ -57,6 +58,7 @@ def test_environment_sets_the_address(environment):
     assert settings["bind"] == "['127.0.0.1:8000']"
     # What the pages say of it, and no request shows.
     assert (settings["threads"], settings["keepalive"]) == ("2", "75")
+    assert set_up(environment, GARDENING_DATABASE="postgresql://x")["threads"] == "4"
     assert "keepalive_timeout 1s;" in (ROOT / "deploy/nginx.conf").read_text()
     assert STOP_KEEPALIVE_LINGER == 2  # seconds, so nginx closes first, at a restart, too
     assert settings["control_socket_disable"] == "True"

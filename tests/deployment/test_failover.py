@@ -101,7 +101,7 @@ class TimedResponse(NamedTuple):
 
 
 def test_silent_server_does_not_make_everybody_wait_in_turn(postgresql_to_break):
-    """60 clients of 2 processes with 2 threads each."""
+    """60 clients of 2 processes with 4 threads each."""
     database = postgresql_to_break.database_url("postgres")
     token = token_on(database)
     responses, ended = [], threading.Event()
