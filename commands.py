@@ -310,7 +310,8 @@ def welcome(app: Flask, host: str, port: int, cert: object, **_: object) -> None
         click.echo(f"No access token yet. In another terminal, {place}, run:")
         click.echo(f"    {command_line(app, 'token', 'create', 'ACCOUNT')}")
     page = app.extensions.get("docs")
-    if page and port:  # with 0, only Flask's own line will name the port
+    # With port 0, only Flask's own line will name it. No browser opens a Unix socket.
+    if page and port and not host.startswith("unix://"):
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         scheme = "https" if cert else "http"
         click.echo("To read about the API and try it, open in a browser:")
