@@ -16,6 +16,7 @@ import pytest
 
 from deployment.servers.machine import ENVIRONMENT, start_machine
 from deployment.servers.nginx import HOST
+from engines.postgres import MARK
 from helpers.running import LIMIT, PROJECTS, ROOT, blocks, replaced, run, wait_for
 
 PAGE = "docs/operations.md"
@@ -1315,9 +1316,10 @@ def test_projects_move_to_postgresql_and_back(machine, empty_account, saved_sett
     assert curl(machine, PROJECTS, token=empty_account) == kept
 
     # A newer release has raised the schema version.
-    raise_version = "COMMENT ON TABLE project IS 'Gardening Project Service, schema version 99'"
+    raise_version = f"COMMENT ON TABLE project IS '{MARK}99'"
     machine.paste(f'runuser -u postgres -- psql gardening -c "{raise_version}"')
-    assert f"see {POSTGRESQL}" in machine.paste(RESTORE, status=1)
+    assert "a newer release" in machine.paste("gardening account list", status=1)
+    assert f"see {POSTGRESQL}" in machine.paste(f"{RESTORE} {BACKUPS}/move.db", status=1)
     machine.paste("systemctl restart gardening", status=1)
     empty, back = blocks(POSTGRESQL, "Restore")
     machine.paste(f"systemctl stop gardening && {empty}")
