@@ -150,13 +150,11 @@ class Store:
                 use = find_key(connection, account, key)
             if use is None:
                 rows = connection.create(parameters)
-                refusal: Exception = AccountFull(self._max_projects)
             else:  # a deleted Project has no row
                 rows = connection.fetch(connection.GET, {"account": account, "id": use.id})
-                refusal = KeySpent()
         # Only now, since an exception within the block would close the connection.
         if not rows:
-            raise refusal
+            raise KeySpent if use else AccountFull(self._max_projects)
         if use and use.fingerprint != fingerprint:
             raise KeyReused
         return Project(*rows[0])
