@@ -54,6 +54,11 @@ def read_query() -> dict[str, str]:
     return query
 
 
+def repeated_names(pairs: Sequence[tuple[str, object]]) -> list[str]:
+    counts = Counter(name for name, _ in pairs)
+    return [name for name, count in counts.items() if count > 1]
+
+
 def read_key() -> str | None:
     """The Idempotency-Key (draft-ietf-httpapi-idempotency-key-header), if any."""
     key = request.headers.get("Idempotency-Key")
@@ -81,25 +86,6 @@ def etags_in(header: ETags, include_weak: bool) -> list[str]:
     return [etag for etag in header.as_set(include_weak) if etag and "\0" not in etag]
 
 
-def read_fields() -> dict[str, object]:
-    """The fields of a Project that the body gives."""
-    return dict(schemas.PROJECT.load(read_json()))
-
-
-def read_json() -> Any:
-    """The body, parsed. Raises http.HTTPException if it is refused."""
-    body = read_body()
-    try:
-        return DECODER.decode(body.decode("utf-8-sig"))  # RFC 8259 8.1 allows the mark
-    except UnicodeDecodeError:
-        reason = "it is not UTF-8"
-    except json.JSONDecodeError as error:
-        reason = f"see line {error.lineno}, column {error.colno}" if body else "it is empty"
-    except (ValueError, RecursionError):
-        reason = "it is nested too deeply, or holds NaN, an infinity or too long an integer"
-    raise http.BadRequest(f"The body is not JSON: {reason}.")
-
-
 def reject_constant(name: str) -> NoReturn:
     raise ValueError(name)
 
@@ -119,9 +105,23 @@ def read_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
 DECODER = json.JSONDecoder(parse_constant=reject_constant, object_pairs_hook=read_object)
 
 
-def repeated_names(pairs: Sequence[tuple[str, object]]) -> list[str]:
-    counts = Counter(name for name, _ in pairs)
-    return [name for name, count in counts.items() if count > 1]
+def read_fields() -> dict[str, object]:
+    """The fields of a Project that the body gives."""
+    return dict(schemas.PROJECT.load(read_json()))
+
+
+def read_json() -> Any:
+    """The body, parsed. Raises http.HTTPException if it is refused."""
+    body = read_body()
+    try:
+        return DECODER.decode(body.decode("utf-8-sig"))  # RFC 8259 8.1 allows the mark
+    except UnicodeDecodeError:
+        reason = "it is not UTF-8"
+    except json.JSONDecodeError as error:
+        reason = f"see line {error.lineno}, column {error.colno}" if body else "it is empty"
+    except (ValueError, RecursionError):
+        reason = "it is nested too deeply, or holds NaN, an infinity or too long an integer"
+    raise http.BadRequest(f"The body is not JSON: {reason}.")
 
 
 def read_body() -> bytes:
