@@ -135,18 +135,19 @@ class SQLiteConnection(sqlite3.Connection, Connection):
 
     def migrate(self, creates: bool) -> int:
         found, is_wal = inspect(self)
-        scripts = self.scripts_for(found, creates)  # before anything changes
-        if is_wal and not scripts:
+        if not self.scripts_for(found, creates) and is_wal:  # raises before anything changes
             return found
         with self._lock.hold():
             self.execute("PRAGMA journal_mode = WAL")  # which no transaction can set
             found, _ = inspect(self)  # again: another process may have been first
-            scripts = self.scripts_for(found, creates)
-            marks = (
+            script = (
+                "BEGIN IMMEDIATE",
+                *self.scripts_for(found, creates),
                 f"PRAGMA application_id = {migrations.APPLICATION_ID}",
                 f"PRAGMA user_version = {migrations.SCHEMA_VERSION}",
+                "COMMIT",
             )
-            self.executescript(";".join(("BEGIN IMMEDIATE", *scripts, *marks, "COMMIT")))
+            self.executescript(";".join(script))
         return found
 
     # BEGIN IMMEDIATE has locked all others out.
