@@ -157,14 +157,14 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
         SELECT id, {ETAG}, convert_to({DOCUMENT}, 'UTF8') FROM changed"""
     DELETE = f"""
         WITH locked AS (
-            -- A deletion that is refused should lock nothing, so the condition is tested first.
+            -- Only if the condition holds, since a deletion that is refused should lock nothing.
             SELECT name FROM account
             WHERE name = :account AND EXISTS (SELECT FROM project
                 WHERE id = :id AND account = :account AND {ETAG_IS_ALLOWED})
             FOR UPDATE),
         deleted AS (
-            -- And again: of a Project that changed while the statement waited for the lock, READ
-            -- COMMITTED tests the newest version.
+            -- While the statement waited for the lock, the Project may have changed. This tests the
+            -- condition on its newest version (READ COMMITTED).
             DELETE FROM project USING locked
             WHERE id = :id AND account = :account AND {ETAG_IS_ALLOWED}
             RETURNING key),
@@ -345,6 +345,7 @@ class PostgreSQL(Engine):
         return connection
 
     def _open(self) -> PostgreSQLConnection:
+        """Connect. If a host is silent on the way, the first one is tried last from now on."""
         # Read once: another thread may change the order of the hosts meanwhile.
         started, parameters = time.monotonic(), self._parameters
         try:
@@ -353,11 +354,9 @@ class PostgreSQL(Engine):
                 **parameters,
             )
         except (psycopg.Error, UnicodeError) as error:  # the latter for the host "a..b"
-            # The error is the last host's. Only the time shows that one of them was silent.
-            is_silent = time.monotonic() - started >= self._connect_timeout
-            raise (ServerTimeout if is_silent else Unavailable)(one_line(error)) from error
-        if time.monotonic() - started >= self._connect_timeout:
-            # A host before this one was silent, most likely the first: from now on, try it last.
+            kind = ServerTimeout if self._has_met_silence(started) else Unavailable
+            raise kind(one_line(error)) from error
+        if self._has_met_silence(started):  # of the first host, most likely
             self._parameters = parameters | first_host_last(parameters)
         connection.start_deadline()
         try:
@@ -367,6 +366,10 @@ class PostgreSQL(Engine):
             connection.close()
             raise
         return connection
+
+    def _has_met_silence(self, started: float) -> bool:
+        """Whether a host was silent: only the time shows it, since an error is the last host's."""
+        return time.monotonic() - started >= self._connect_timeout
 
     def is_timeout(self, error: BaseException) -> bool:
         return isinstance(error, ServerTimeout)
