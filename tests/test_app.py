@@ -35,7 +35,7 @@ def test_hello_echoes_any_method_whatever_the_token(app, headers):
 
 @pytest.mark.parametrize("path", [PROJECTS, HELLO, "/health", "/openapi.json"])
 def test_offer_to_upgrade_is_ignored(client, project_url, path):
-    """A proxy may pass one on, and a library may always make one."""
+    """A library may always make one, and another proxy than nginx.conf's may pass it on."""
     client.environ_base |= {"HTTP_CONNECTION": "Upgrade", "HTTP_UPGRADE": "websocket"}
     assert client.get(path).status_code == 200
     assert client.put(project_url, json={}).status_code == 200
