@@ -27,7 +27,7 @@ from engines.names import BadName, BadNote, account_name, is_printable
 from store import Store
 
 PROGRAM = "gardening"  # on a server
-ENDING = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+END_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 MAX_DAYS = 1_000_000  # 2,700 years; Python's dates end with the year 9999
 
 
@@ -194,7 +194,7 @@ def ended_like_ctrl_c(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def guarded(*arguments: Any, **options: Any) -> None:
-        before = {number: signal.getsignal(number) for number in ENDING}
+        before = {number: signal.getsignal(number) for number in END_SIGNALS}
         for number, action in before.items():
             # Unless something else has chosen an action for it, as nohup does.
             if action == signal.SIG_DFL:
@@ -234,19 +234,19 @@ def write_backup(file: str) -> None:
 
 @contextmanager
 def announced(numbers: Numbers, old: str | None) -> Iterator[None]:
-    """Say what is restored before that changes the database, and then how to go back."""
+    """Say what is restored, let the block change the database, and say how to go back."""
     accounts, projects, tokens = numbers
     try:
         click.echo(f"Restored: accounts {accounts}, Projects {projects}, tokens {tokens}.")
         if old:
-            click.echo("A service that runs must restart.")
+            click.echo("The service uses it once it has restarted.")
     except OSError as error:  # nobody reads it any more, as after Ctrl-C
         raise Unavailable(f"nothing was changed: {error.strerror}: standard output") from error
-    for number in ENDING:  # or the command could fail although it has succeeded
+    for number in END_SIGNALS:  # or the command could fail although it has succeeded
         signal.signal(number, signal.SIG_IGN)
     yield
     if old and os.path.exists(old):
-        with suppress(OSError):
+        with suppress(OSError, UnicodeError):
             click.echo(f"To go back: {printable(command_line(current_app, 'restore', old))}")
 
 

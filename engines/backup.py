@@ -56,16 +56,14 @@ NOTES = "SELECT note FROM token WHERE note IS NOT NULL"
 # Gets the rows of a table, their number and its name. Returns the rows, and may show how many of
 # them have been copied.
 Progress = Callable[[Generator[Any], int, str], Generator[Any]]
+Numbers = Sequence[int]  # of accounts, Projects and tokens
+# Entered before a change of the database, and left after it: if entering raises, nothing changes.
+# Gets the numbers, and the path at which a file that is replaced is kept.
+Switching = Callable[[Numbers, str | None], AbstractContextManager[None]]
 
 
 class BadBackup(Exception):
     """The file cannot be restored, and no row was changed."""
-
-
-Numbers = Sequence[int]  # of accounts, Projects and tokens
-# The change is made in its block, so that nothing changes if it raises before. It gets the numbers,
-# and the path at which a file that is replaced is kept.
-Switching = Callable[[Numbers, str | None], AbstractContextManager[None]]
 
 
 def in_silence(_numbers: Numbers, _old: str | None) -> AbstractContextManager[None]:
@@ -137,15 +135,15 @@ def checked_copy(file: str, folder: str, engine: Engine) -> Iterator[Engine]:
 
     Raises OSError, BadBackup, sqlite3.Error.
     """
+    if file != "-" and not os.access(file, os.R_OK):
+        hint = "on a server, copy it directly into /root"
+        raise BadBackup(f"it is not there, or this user cannot read it ({hint})")
+    if engine.file.is_at(0 if file == "-" else file):
+        raise BadBackup("it is the database itself")
     if file == "-":
         file = f"{folder}/spooled"
         with open(0, "rb", closefd=False) as stdin, open(file, "xb") as spooled:
             shutil.copyfileobj(stdin, spooled)
-    elif not os.access(file, os.R_OK):
-        hint = "on a server, copy it directly into /root"
-        raise BadBackup(f"it is not there, or this user cannot read it ({hint})")
-    elif engine.file.is_at(file):
-        raise BadBackup("it is the database itself")
     copy_file(file, f"{folder}/copy")
     with closing(SQLite(f"{folder}/copy")) as source:  # its first use migrates it
         require_valid_names(source)
@@ -155,7 +153,7 @@ def checked_copy(file: str, folder: str, engine: Engine) -> Iterator[Engine]:
 def must_be_kept(file: DatabaseFile) -> bool:
     """Whether the file has a row, or cannot be read.
 
-    Raises Unavailable if it cannot be replaced.
+    Raises Unavailable if it cannot be replaced either.
     """
     if not os.path.lexists(file.path):
         return False
@@ -166,7 +164,7 @@ def must_be_kept(file: DatabaseFile) -> bool:
                 connection.scripts_for(version, creates=False)
                 require_empty(connection)
         return False
-    except (sqlite3.Error, Unavailable):
+    except (sqlite3.Error, UnicodeDecodeError, Unavailable):
         require_replaceable(file.path)
         return True
 
@@ -263,7 +261,7 @@ def copy_rows(
     # If both are SQLite, an error of the source is reported with the name of the target. It is
     # rare: `copy_file` has checked the source.
     with (
-        ExitStack() as block,
+        ExitStack() as block,  # left last, after the commit
         source.snapshot() as reader,
         target.writer(in_transaction=True) as writer,
     ):

@@ -68,15 +68,14 @@ class DatabaseFile:
             raise outage(f"the database file was replaced; restart the service: {self.path}")
 
     def _no_file(self) -> str:
-        """What an outage says of it."""
         if self._id:
             return f"the database file was removed: {self.path}"
         if os.path.islink(self.path):  # to a disk that is not mounted, perhaps
             return f"a link that leads to no file: {self.path}"
         return f"no database at {self.path}: {HOW_TO_BEGIN}"
 
-    def is_at(self, path: str) -> bool:
-        """Whether this path leads to the same file. Raises OSError."""
+    def is_at(self, path: str | int) -> bool:
+        """Whether this path, or this descriptor, leads to the same file. Raises OSError."""
         found = os.stat(path)
         return (found.st_dev, found.st_ino) == self._id
 
@@ -116,7 +115,7 @@ class NoFile:
 
     def check_identity(self) -> None: ...
 
-    def is_at(self, _path: str) -> None: ...
+    def is_at(self, _path: str | int) -> None: ...
 
     def unreadable(self) -> None: ...
 

@@ -16,7 +16,7 @@ from engines.sqlite import SQLite
 def require_replaceable(path: str) -> None:
     """Raises Unavailable if `replace` cannot replace the file at this path."""
     target = os.path.realpath(path)
-    if not is_printable(target):  # the way back has its folder, and may have its name
+    if not is_printable(target):  # the way back, which is printed and pasted, has its folder
         raise Unavailable(f"the path has a character that cannot be printed: {path}")
     if os.path.dirname(target) != os.path.realpath(os.path.dirname(path)):
         raise Unavailable(f"a link that leads to another folder: {path}")
@@ -48,10 +48,13 @@ def replace(
             raise Unavailable(reason) from error
         with new_file(new) as partial:
             written = write(partial)
-        with kept_open(path):
-            old = os.path.realpath(path)
-            if not os.path.islink(path):  # what a link leads to has a name
-                os.link(path, old := kept)
+        with held_open(path):
+            if os.path.islink(path):
+                # Root may paste it, so whoever changes the link must not choose the folder.
+                old = os.path.join(folder, os.path.basename(os.path.realpath(path)))
+            else:
+                old = kept
+                os.link(path, kept, follow_symlinks=False)
                 with suppress(FileNotFoundError):
                     os.link(f"{path}-wal", f"{kept}-wal")
             with switching(written, old):
@@ -66,14 +69,12 @@ def replace(
 
 
 @contextmanager
-def kept_open(path: str) -> Iterator[None]:
-    """Let no other process be the last one that has the database open.
-
-    That one would delete the -wal, and its next start would create another. Nobody writes to a file
-    that SQLite cannot read.
-    """
+def held_open(path: str) -> Iterator[None]:
+    """Let the database keep its -wal: the last connection to be closed would delete it."""
     with ExitStack() as opened:
-        with suppress(sqlite3.Error, Unavailable):
+        # Nobody writes to a file that SQLite cannot read.
+        with suppress(sqlite3.Error, UnicodeDecodeError, Unavailable):
             connection = opened.enter_context(closing(SQLite(path).open_to_read()))
-            connection.fetch("SELECT count(*) FROM sqlite_schema", {})  # opens it
+            connection.begin_snapshot()
+            connection.fetch("SELECT count(*) FROM sqlite_schema", {})  # acquires the lock
         yield

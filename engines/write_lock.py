@@ -26,9 +26,9 @@ class WriteLock:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Raises TimeoutError, OSError; and Unavailable if the file has lost its name.
+        """Hold both. Raises TimeoutError, OSError; and Unavailable if the file has lost its name.
 
-        Raises OutcomeUnknown if the file lost its name meanwhile.
+        That is OutcomeUnknown if it lost its name meanwhile.
         """
         deadline = time.monotonic() + self._timeout
         if not self._thread_lock.acquire(timeout=self._timeout):

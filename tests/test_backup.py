@@ -377,7 +377,7 @@ def test_file_that_is_no_backup_is_refused_in_one_line(database, tmp_path):
 
 
 def test_refusal_names_the_whole_path(target, tmp_path, monkeypatch):
-    """A command of a service starts in "/" if its user cannot enter the folder."""
+    """On a server, a command runs in "/"."""
     monkeypatch.chdir(tmp_path)
     output = run_command(target, "restore", "", status=1)
     assert output == f"Error: not a regular file: {tmp_path}\n"

@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sqlite3
 import sys
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -49,10 +49,8 @@ def restored_over(database, file):
     app = create_app({"DATABASE": database})
     printed = app.test_cli_runner().invoke(args=["restore", file]).output
     *lines, last = printed.splitlines()
-    assert lines == [
-        "Restored: accounts 1, Projects 1, tokens 0.",
-        "A service that runs must restart.",
-    ]
+    restored = "Restored: accounts 1, Projects 1, tokens 0."
+    assert lines == [restored, "The service uses it once it has restarted."]
     command = last.removeprefix("To go back: ")
     return command, re.fullmatch(r"GARDENING_DATABASE=\S+ \S+ -m flask restore (\S+)", command)[1]
 
@@ -73,25 +71,31 @@ def test_database_in_use_is_replaced_and_kept_and_the_restore_undone(old, databa
     assert names_in(database) == ["new"]
 
 
+@pytest.mark.parametrize("mode", ["wal", "delete"])  # the latter if the service never opened it
 def test_write_that_was_acknowledged_before_the_switch_is_in_the_file_that_is_kept(
-    old, database, file
+    old, database, file, plain_sql, mode
 ):
     """Even if the last connection closed meanwhile, which would delete the -wal."""
-    kept = []
+    if mode == "delete":
+        old.engine.close()
+        plain_sql.execute("PRAGMA journal_mode = DELETE")
+        plain_sql.close()
+    kept, acknowledged = [], ["old"]
 
     @contextmanager
     def restarting(_numbers, path):
         kept.append(path)
         old.engine.close()
-        old.create_project("ann", {"name": "meanwhile"})
+        with suppress(Unavailable):
+            opened.enter_context(closing_store(database)).create_project("ann", {"name": "later"})
+            acknowledged.append("later")
         yield
         raise KeyboardInterrupt  # too late
 
-    with pytest.raises(KeyboardInterrupt):
-        restore(SQLite(database), file, restarting)
-    # As if all processes had been killed.
-    copies = [shutil.copy(f"{kept[0]}{part}", f"{file}{part}") for part in ("", "-wal")]
-    assert names_in(copies[0]) == ["old", "meanwhile"]
+    with ExitStack() as opened:
+        with pytest.raises(KeyboardInterrupt):
+            restore(SQLite(database), file, restarting)
+        assert names_in(kept[0]) == acknowledged
     assert names_in(database) == ["new"]
 
 
@@ -108,12 +112,22 @@ def test_database_is_filled_where_it_is_only_if_it_has_no_rows(store, database, 
         assert names_in(database) == ["new", "goes on"]
 
 
-@pytest.mark.parametrize("change", ["user_version = 99", "application_id = 1", None])
+UNUSABLE = [
+    "PRAGMA user_version = 99",
+    "PRAGMA application_id = 1",
+    # SQLite quotes a byte of it, which is not UTF-8.
+    """PRAGMA writable_schema = ON;
+    UPDATE sqlite_schema SET sql = CAST(sql || x'20ff' AS TEXT) WHERE name = 'token'""",
+    None,
+]
+
+
+@pytest.mark.parametrize("change", UNUSABLE)
 def test_database_that_this_release_cannot_use_is_replaced(old, database, file, change):
     old.engine.close()
     if change:
         with closing(sqlite3.connect(database)) as connection:
-            connection.execute(f"PRAGMA {change}")
+            connection.executescript(change)
     else:
         Path(database).write_text("This is no database. " * 100)
     before = Path(database).read_bytes()
@@ -138,7 +152,7 @@ def test_link_in_the_same_folder_is_replaced_and_no_other_one(old, database, fil
 
 
 @pytest.mark.parametrize("name", ["link.db", "x\nTo go back: false #.db"])
-def test_database_whose_name_would_be_another_line_is_refused(old, file, tmp_path, name):
+def test_database_whose_name_would_be_another_line_is_refused(file, tmp_path, name):
     """Whoever pastes the way back would run it."""
     target = shutil.copy(file, tmp_path / "x\nTo go back: false #.db")
     (tmp_path / "link.db").symlink_to(target)
@@ -155,9 +169,11 @@ def test_database_itself_is_refused_by_any_name(old, database, tmp_path):
             restore(SQLite(database), str(tmp_path / name))
 
 
-def test_standard_input_is_restored(environment, database, file, tmp_path):
-    script = f"{BIN}/flask restore - <{shlex.quote(file)}"
-    run("sh", "-c", script, environment=environment)
+def test_standard_input_is_restored(environment, database, file):
+    for given, status in ((file, 0), (database, 1)):
+        script = f"{BIN}/flask restore - <{shlex.quote(given)}"
+        ended = run("sh", "-c", script, environment=environment, status=status)
+    assert ended.stderr == "Error: it is the database itself: standard input\n"
     assert names_in(database) == ["new"]
     script = f"echo no database | {BIN}/flask restore --name theirs.db -"
     refused = run("sh", "-c", script, environment=environment, status=1).stderr
