@@ -11,11 +11,12 @@ import stat
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import BinaryIO, NoReturn
+from typing import NoReturn
 
 CLONE = "/opt/gardening"
 SETTINGS = "/etc/gardening.env"
 HEALTH = f"{CLONE}/deploy/health"
+STOPPED = "inactive", "failed", "deactivating"
 CONTROL = r"[\0-\x1f\x7f-\x9f\ud800-\udfff]"  # or a byte that is not UTF-8
 
 
@@ -67,38 +68,42 @@ def newest_backup() -> str:
 
 def restore(file: str) -> int:
     """Root opens a file only where nobody else can put one; elsewhere, the service's user does."""
-    path = os.path.join(os.getcwd(), file)
+    given = os.path.join(os.getcwd(), file)
     try:
-        if not only_root_can_put(path):
-            return run("restore", ["restore", os.path.realpath(path)])
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as backup:
-            if not stat.S_ISREG(os.fstat(backup.fileno()).st_mode):
-                fail(f"not a regular file: {path}")
-            refuse_companions(path)
-            return run("restore", ["restore", "--name", path, "-"], stdin=backup)
+        path, is_roots = resolve(given)
+        if not is_roots:
+            return run("restore", ["restore", path])
+        backup = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
-        fail(f"{error.strerror}: {path}")
+        fail(f"{error.strerror}: {given}")
+    if not stat.S_ISREG(os.fstat(backup).st_mode):
+        fail(f"not a regular file: {given}")
+    refuse_companions(path)
+    return run("restore", ["restore", "--name", given, "-"], stdin=backup)
 
 
-def only_root_can_put(path: str) -> bool:
-    """Whether all folders and links on the way are root's, and only root can write there."""
-    folder = os.path.dirname(path)
-    if folder != path and not only_root_can_put(folder):
-        return False
+def resolve(path: str) -> tuple[str, bool]:
+    """The path without root's links, and whether only root can put a file there."""
+    folder, name = os.path.split(path)
+    if folder != path:
+        folder, is_roots = resolve(folder)
+        path = os.path.join(folder, name)
+        if not is_roots:
+            return path, False
     found = os.lstat(path)
-    if stat.S_ISLNK(found.st_mode):
-        return found.st_uid == 0 and only_root_can_put(os.path.join(folder, os.readlink(path)))
-    return not stat.S_ISDIR(found.st_mode) or (found.st_uid == 0 and not found.st_mode & 0o022)
+    if stat.S_ISLNK(found.st_mode) and found.st_uid == 0:
+        return resolve(os.path.join(folder, os.readlink(path)))
+    is_shared = found.st_uid != 0 or found.st_mode & 0o022
+    return path, stat.S_ISREG(found.st_mode) or not is_shared
 
 
 def refuse_companions(path: str) -> None:
     """Refuse a copy of a database in use: of its files, root would pass on only this one."""
-    path = os.path.realpath(path)
     found = [part for part in ("-journal", "-wal") if os.path.lexists(path + part)]
     if found:
         advice = "move that away"
         if found == ["-wal"]:
-            advice = "run `chown gardening` on both, and then move both to the database's folder"
+            advice = "`chown gardening` both, then move both to the database's folder"
         fail(f"{path} is no backup, since there is a {found[0]} beside it: {advice}")
 
 
@@ -106,20 +111,19 @@ def end_restore() -> int:
     """Let the service, if it runs, use what the database's name leads to: see restore.conf."""
     result = os.environ["SERVICE_RESULT"]  # of the restore (systemd.exec(5))
     ask = ["systemctl", "show", "--property=ActiveState", "--value", "gardening"]
-    is_stopped = subprocess.check_output(ask, text=True).strip() in ("inactive", "failed")
-    is_well = is_stopped or subprocess.call([HEALTH], stderr=subprocess.DEVNULL) == 0
-    if result == "exit-code" and is_well:  # the restore was refused
-        return 0
-    if result != "success":
-        print("The restore ended early: the old database is in use, or the new one.", flush=True)
-    if is_stopped:
-        return 0
-    return subprocess.call(["systemctl", "restart", "gardening"]) or subprocess.call([HEALTH])
+    is_stopped = subprocess.check_output(ask, text=True).strip() in STOPPED
+    was_refused = result == "exit-code"
+    is_fine = was_refused and subprocess.call([HEALTH], stderr=subprocess.DEVNULL) == 0
+    status = 0
+    if not is_stopped and not is_fine:
+        restart = ["systemctl", "restart", "gardening"]
+        status = subprocess.call(restart) or subprocess.call([HEALTH])
+    if result not in ("success", "exit-code"):  # printed last: nobody may read it any more
+        print("The restore ended early: the old database is in use, or the new one.")
+    return status
 
 
-def run(
-    kind: str, words: list[str], access: Sequence[str] = (), stdin: int | BinaryIO | None = None
-) -> int:
+def run(kind: str, words: list[str], access: Sequence[str] = (), stdin: int | None = None) -> int:
     """Run the command in a unit of this kind. Returns its status.
 
     The service's user must not get root's terminal, from which it could read what root types next.
@@ -131,8 +135,8 @@ def run(
     if kind == "command" and len(terminals) == 3:
         return subprocess.call(unit(kind, "--pty", words, access))
     command = unit(kind, "--pipe", words, access)
-    if 0 in terminals:
-        stdin = stdin or subprocess.DEVNULL
+    if stdin is None and 0 in terminals:
+        stdin = subprocess.DEVNULL
     shown = [stream for stream in terminals if stream != 0]
     if not shown:
         return subprocess.call(command, stdin=stdin)

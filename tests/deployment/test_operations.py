@@ -378,7 +378,7 @@ def test_backup_of_the_command_is_where_its_caller_wants_it(machine, token_of_an
 
 
 def test_backup_of_the_command_is_where_its_path_leads_or_nowhere(machine):
-    """The sandbox has a /tmp of its own, and starts in / if it may not enter root's home."""
+    """The sandbox has a /tmp of its own, and a command runs in /."""
     machine.paste(
         "rm -rf /srv/b /tmp/*.db; mkdir /srv/b && chown gardening /srv/b && ln -s /srv/b /tmp/l"
     )
@@ -390,15 +390,11 @@ def test_backup_of_the_command_is_where_its_path_leads_or_nowhere(machine):
     machine.paste("rm -r /srv/b /tmp/l /tmp/*.db")
 
 
-def test_name_of_a_folder_is_no_line_of_a_unit(machine, token_of_ann):
+def test_name_of_a_folder_is_no_line_of_a_unit(machine):
     """Which systemd would run as root, once it has read its units again."""
-    folder = r"/run/x\nExecStopPost=+/bin/touch /run/forged\ny"
-    machine.paste(
-        f"mkdir -p $'{folder}' && cd $'{folder}'; sleep 60 | gardening account delete ann & "
-        "until pgrep -u gardening -f 'account delete' >/dev/null; do sleep 0.1; done; "
-        "systemctl daemon-reload; kill $(jobs -p); wait"
-    )
-    machine.paste("ls /run/forged", status=2)
+    folder = r"$'/run/x\nExecStopPost=+/bin/touch /run/forged\ny'"
+    backup = f"mkdir -p {folder} && cd {folder} && gardening backup a.db"
+    assert "has a control character" in machine.paste(backup, status=1)
 
 
 def test_command_keeps_what_it_copies_on_a_disk(machine, token_of_ann):
@@ -874,7 +870,7 @@ UNREADABLE = "this user cannot read it (on a server, copy it directly into /root
 REFUSED = [  # what is there, the argument, and what is said of it
     ("true", "--newest", f"no backup in {BACKUPS}"),
     ("true", "", "Missing argument 'FILE'."),
-    ("true", "''", "Is a directory: /root/"),
+    ("true", "''", "not a regular file: /root/"),
     ("true", "a.db", "No such file or directory: /root/a.db"),
     ("mkfifo a.db", "a.db", "not a regular file: /root/a.db"),
     ("cp /etc/hostname a.db", "a.db", "file is not a database: /root/a.db"),
@@ -893,7 +889,7 @@ REFUSED = [  # what is there, the argument, and what is said of it
     (
         "touch a.db a.db-wal",
         "a.db",
-        "a -wal beside it: run `chown gardening` on both, and then move",
+        "a -wal beside it: `chown gardening` both, then move",
     ),
 ]
 
@@ -906,12 +902,9 @@ def test_refused_restore_stops_nothing_and_leaves_nothing(
     process, before = main_pid(machine), files(machine)
     machine.paste(f"cd && rm -f ./*.db* && {creation} && chown -hR gardening {BACKUPS}")
     printed = machine.paste(f"cd; gardening restore {given} || exit 1", status=1)
-    *others, last = printed.splitlines()
+    last = printed.splitlines()[-1]
     assert last.startswith(("gardening: ", "Error: ")) and words in last
     assert "/gardening-20" not in last  # a copy
-    assert (
-        len(others) == (given == "--newest" and "no backup" not in words) or "Usage: " in others[0]
-    )
     assert (main_pid(machine), files(machine)) == (process, before)
     assert names(machine, empty_account) == ["Park"]
 
@@ -1318,8 +1311,7 @@ def test_projects_move_to_postgresql_and_back(machine, empty_account, saved_sett
     # A newer release has raised the schema version.
     raise_version = f"COMMENT ON TABLE project IS '{MARK}99'"
     machine.paste(f'runuser -u postgres -- psql gardening -c "{raise_version}"')
-    assert "a newer release" in machine.paste("gardening account list", status=1)
-    assert f"see {POSTGRESQL}" in machine.paste(f"{RESTORE} {BACKUPS}/move.db", status=1)
+    assert "a newer release" in machine.paste(restore, status=1)
     machine.paste("systemctl restart gardening", status=1)
     empty, back = blocks(POSTGRESQL, "Restore")
     machine.paste(f"systemctl stop gardening && {empty}")
