@@ -22,7 +22,7 @@ UNREAD_LIMIT = 64 * 1024  # bytes; gunicorn drains less than this of an unread b
 
 wsgi_app = "app:create_app()"
 bind = os.environ.get("GARDENING_BIND", "").strip()
-# LISTEN_FDS is for the process LISTEN_PID (sd_listen_fds(3)), which deploy/install does not set.
+# LISTEN_FDS is for the process LISTEN_PID (sd_listen_fds(3)). deploy/install sets no LISTEN_PID.
 holder = os.environ.get("LISTEN_PID", str(os.getpid()))
 if bind and "LISTEN_FDS" in os.environ and holder == str(os.getpid()):
     sys.exit("Error: GARDENING_BIND has no effect: systemd holds the socket (gardening.socket)")

@@ -204,7 +204,7 @@ class SQLite(Engine):
         with closing(sqlite3.connect(":memory:")) as connection:
             try:
                 connection.execute("SELECT json_object()")
-            except sqlite3.OperationalError as error:  # they were an option until 3.38
+            except sqlite3.OperationalError as error:  # JSON was an option until 3.38
                 raise ValueError(f"{found} without JSON; the service needs it") from error
         super().__init__(NoFile() if path == ":memory:" else DatabaseFile(path))
         if isinstance(self.file, NoFile):

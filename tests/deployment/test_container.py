@@ -163,7 +163,7 @@ for argument; do
 done
 exec "$@"
 """
-BACKUP, RESTORE, GO_BACK = blocks(PAGE, "Backup and restore")
+BACKUP, RESTORE = blocks(PAGE, "Backup and restore")
 
 
 @pytest.fixture
@@ -212,7 +212,9 @@ def test_backup_of_a_container_is_restored_in_a_volume(environment, database, do
         assert client.call("GET", PROJECTS) == (200, [kept])
     assert Path(f"{volume}.called").read_text().split() == ["restart", "up"]
     [old] = re.findall("To go back: .* (.*)\n\\Z", printed.stdout)
-    docker(replaced(GO_BACK, {"PATH": old.replace(str(volume), "/data")}))
+    docker(
+        replaced(RESTORE, {"- < gardening.db": f"{old.replace(str(volume), '/data')} </dev/null"})
+    )
     with gunicorn(environment) as (_, port), Client(port, token) as client:
         assert client.call("GET", PROJECTS) == (200, [kept, since])
     os.remove(database)  # a lost one is no hindrance

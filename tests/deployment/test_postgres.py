@@ -99,7 +99,7 @@ def test_servers_give_the_documents_of_sqlite(binaries, another_database, open_s
 
     with start_pgserver(binaries, fsync="off") as old_or_new:
         database = old_or_new.create_database()
-        stores = [open_store(each, lambda: now) for each in (database, another_database)]
+        stores = [open_store(each, clock=lambda: now) for each in (database, another_database)]
         for now in range(1_800_000_000, 1_800_000_008):
             of_postgresql, of_sqlite = (
                 [re.sub("[0-9a-f]{24}", "ID", str(each)) for each in use(store, now)]
@@ -478,7 +478,7 @@ def test_only_one_of_two_restores_fills_the_database(database, another_database,
             restores = [pool.submit(restore, engine, file) for engine in engines]
             wait_for(lambda: len(backends(database, WAITS)) == 2)
         errors = [each.exception(LIMIT) for each in restores]
-    assert re.match("None the database to fill is not empty;", " ".join(sorted(map(str, errors))))
+    assert re.match("None the database is not empty;", " ".join(sorted(map(str, errors))))
     assert (len(store.list_accounts()), len(store.list_tokens())) == (1, 1)
     assert store.list_projects("ann") == source.list_projects("ann")
     for engine in engines:
