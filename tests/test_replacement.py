@@ -197,19 +197,29 @@ def test_two_restores_at_once_are_both_done(old, database, file):
 
 
 @pytest.mark.parametrize("state", ["missing", "empty", "filled"])
-def test_nothing_changes_if_nobody_reads_what_is_restored(database, file, tmp_path, state):
+def test_nothing_changes_if_what_is_restored_cannot_be_said(database, file, tmp_path, state):
     if state != "missing":
         with closing_store(database) as store:
             store.engine.open_database(creates=True)
             if state == "filled":
                 store.create_project("ann", {"name": "old"})
     before = {path for path in tmp_path.iterdir() if "gardening.db-" not in path.name}
-    script = f"{BIN}/flask restore {shlex.quote(file)} | true"
-    refused = run("sh", "-c", script, environment=environment_of(database)).stderr
-    assert refused.startswith("Error: nothing was changed: Broken pipe: standard output\n")
+
+    def refusing(*_):
+        raise Unavailable("refused")
+
+    with pytest.raises(Unavailable, match="^refused$"):
+        restore(SQLite(database), file, refusing)
     assert {path for path in tmp_path.iterdir() if "gardening.db-" not in path.name} == before
     if state != "missing":
         assert names_in(database) == (["old"] if state == "filled" else [])
+
+
+def test_restore_needs_somebody_who_reads_what_it_says(database, file):
+    script = f"{BIN}/flask restore {shlex.quote(file)} | true"
+    refused = run("sh", "-c", script, environment=environment_of(database)).stderr
+    assert refused.startswith("Error: nothing was changed: Broken pipe: standard output\n")
+    assert not os.path.exists(database)
 
 
 # Restores a file over a copy of the folder, in a process that ends, or that fails, at one of the
