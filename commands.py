@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from functools import wraps
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from flask.cli import AppGroup, FlaskGroup, ScriptInfo, run_command, with_appcon
 from werkzeug.serving import is_running_from_reloader
 
 from auth import current_store, issue_token
-from engines.backup import BadBackup, Numbers, backup, restore
+from engines.backup import BadBackup, backup, restore
 from engines.engine import Engine
 from engines.errors import OutcomeUnknown, Unavailable
 from engines.names import BadName, BadNote, account_name, is_printable
@@ -189,23 +189,30 @@ def report_if_new(engine: Engine, is_new: bool) -> None:
         click.echo(f"A new database: {engine.name}", err=True)
 
 
-def ended_like_ctrl_c(command: Callable[..., None]) -> Callable[..., None]:
-    """Let SIGTERM and SIGHUP end the command as Ctrl-C does: it removes what it has begun."""
-
-    @wraps(command)
-    def guarded(*arguments: Any, **options: Any) -> None:
-        before = {number: signal.getsignal(number) for number in END_SIGNALS}
+@contextmanager
+def ended_like_ctrl_c() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the block as Ctrl-C does: it removes what it has begun."""
+    before = {number: signal.getsignal(number) for number in END_SIGNALS}
+    for number, action in before.items():
+        # Unless something else has chosen an action for it, as nohup does.
+        if action == signal.SIG_DFL:
+            set_action(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
         for number, action in before.items():
-            # Unless something else has chosen an action for it, as nohup does.
-            if action == signal.SIG_DFL:
-                signal.signal(number, signal.default_int_handler)
-        try:
-            command(*arguments, **options)
-        finally:
-            for number, action in before.items():
-                signal.signal(number, action)
+            set_action(number, action)
 
-    return guarded
+
+def set_action(number: signal.Signals, action: Any) -> None:
+    with suppress(ValueError):  # only the main thread can do this
+        signal.signal(number, action)
+
+
+def ignore_end_signals() -> None:
+    """Until `ended_like_ctrl_c` ends: the command must not fail after it has succeeded."""
+    for number in END_SIGNALS:
+        set_action(number, signal.SIG_IGN)
 
 
 def show_progress(rows: Generator[Any], count: int, table: str) -> Generator[Any]:
@@ -226,45 +233,42 @@ def show_progress(rows: Generator[Any], count: int, table: str) -> Generator[Any
 @click.command("backup", cls=Command)
 @click.argument("file", type=click.Path())
 @with_appcontext
-@ended_like_ctrl_c
+@ended_like_ctrl_c()
 def write_backup(file: str) -> None:
     """Write a copy of the database to FILE, a new SQLite file, while the service runs."""
     backup(current_store().engine, file, show_progress)
-
-
-@contextmanager
-def announced(numbers: Numbers, old: str | None) -> Iterator[None]:
-    """Say what is restored, let the block change the database, and say how to go back."""
-    accounts, projects, tokens = numbers
-    try:
-        click.echo(f"Restored: accounts {accounts}, Projects {projects}, tokens {tokens}.")
-        if old:
-            click.echo("The service uses it once it has restarted.")
-    except OSError as error:  # nobody reads it any more, as after Ctrl-C
-        raise Unavailable(f"nothing was changed: {error.strerror}: standard output") from error
-    for number in END_SIGNALS:  # or the command could fail although it has succeeded
-        signal.signal(number, signal.SIG_IGN)
-    yield
-    if old and os.path.exists(old):
-        with suppress(OSError, UnicodeError):
-            click.echo(f"To go back: {printable(command_line(current_app, 'restore', old))}")
 
 
 @click.command("restore", cls=Command)
 @click.argument("file", type=click.Path(readable=False, allow_dash=True))
 @click.option("--name", default="standard input", hidden=True)
 @with_appcontext
-@ended_like_ctrl_c
+@ended_like_ctrl_c()
 def restore_backup(file: str, name: str) -> None:
     """Put the backup FILE, or the standard input (-), in the place of the database.
 
-    An SQLite file that is there is kept. A database on PostgreSQL must be empty.
+    What an SQLite file held is kept in a file beside it. A database on PostgreSQL must be empty.
 
-    On a server, `gardening restore --newest` takes the newest of the nightly backups, and the
-    service restarts by itself.
+    On a server, `gardening restore --newest` takes the newest of the nightly backups.
     """
     engine = current_store().engine
-    report_if_new(engine, restore(engine, file, announced, show_progress, name))
+    restored = restore(engine, file, show_progress, ignore_end_signals, name)
+    accounts, projects, tokens = restored.numbers
+    echo_success(f"Restored: accounts {accounts}, Projects {projects}, tokens {tokens}.")
+    if restored.kept:
+        way_back = command_line(current_app, "restore", restored.kept)
+        echo_success(f"To go back: {printable(way_back)}")
+    if restored.is_new:
+        echo_success(f"A new database: {engine.name}", err=True)
+
+
+def echo_success(line: str, err: bool = False) -> None:
+    """Print it. It is no failure of the command if nobody reads it."""
+    try:
+        click.echo(line, err=err)
+    except (OSError, UnicodeError):
+        # Python would flush the line once more at its exit, and end with status 120.
+        setattr(sys, "stderr" if err else "stdout", StringIO())
 
 
 def command_line(app: Flask, *words: str) -> str:

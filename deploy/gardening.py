@@ -15,8 +15,6 @@ from typing import NoReturn
 
 CLONE = "/opt/gardening"
 SETTINGS = "/etc/gardening.env"
-HEALTH = f"{CLONE}/deploy/health"
-STOPPED = "inactive", "failed", "deactivating"
 CONTROL = r"[\0-\x1f\x7f-\x9f\ud800-\udfff]"  # or a byte that is not UTF-8
 
 
@@ -34,8 +32,6 @@ def main(words: list[str]) -> int:
             return restore(file)
         case ["restore", "-"]:
             return run("restore", words)
-        case ["end-restore"]:
-            return end_restore()
     return run("command", words)
 
 
@@ -93,6 +89,7 @@ def resolve(path: str) -> tuple[str, bool]:
     found = os.lstat(path)
     if stat.S_ISLNK(found.st_mode) and found.st_uid == 0:
         return resolve(os.path.join(folder, os.readlink(path)))
+    # A file may be anybody's: the folders around it decide who can put one there.
     is_shared = found.st_uid != 0 or found.st_mode & 0o022
     return path, stat.S_ISREG(found.st_mode) or not is_shared
 
@@ -105,22 +102,6 @@ def refuse_companions(path: str) -> None:
         if found == ["-wal"]:
             advice = "`chown gardening` both, then move both to the database's folder"
         fail(f"{path} is no backup, since there is a {found[0]} beside it: {advice}")
-
-
-def end_restore() -> int:
-    """Let the service, if it runs, use what the database's name leads to: see restore.conf."""
-    result = os.environ["SERVICE_RESULT"]  # of the restore (systemd.exec(5))
-    ask = ["systemctl", "show", "--property=ActiveState", "--value", "gardening"]
-    is_stopped = subprocess.check_output(ask, text=True).strip() in STOPPED
-    was_refused = result == "exit-code"
-    is_fine = was_refused and subprocess.call([HEALTH], stderr=subprocess.DEVNULL) == 0
-    status = 0
-    if not is_stopped and not is_fine:
-        restart = ["systemctl", "restart", "gardening"]
-        status = subprocess.call(restart) or subprocess.call([HEALTH])
-    if result not in ("success", "exit-code"):  # printed last: nobody may read it any more
-        print("The restore ended early: the old database is in use, or the new one.")
-    return status
 
 
 def run(kind: str, words: list[str], access: Sequence[str] = (), stdin: int | None = None) -> int:
@@ -152,15 +133,15 @@ def unit(kind: str, streams: str, words: list[str], access: Sequence[str]) -> li
     # Root asks git for the commit that --version prints, since only root may be able to read .git.
     git = ["git", f"--git-dir={CLONE}/.git", "rev-parse", "HEAD"]
     commit = subprocess.run(git, stdout=subprocess.PIPE, text=True, check=False).stdout.strip()
-    # A restore copies the backup first if the database is on PostgreSQL: not to /tmp, which may be
-    # memory. systemd would expand a "$".
     return [
         *("systemd-run", "--quiet", "--wait", "--collect", streams, "--uid=gardening"),
         *(f"--unit=gardening-{kind}-{os.getpid()}", "--description=gardening", *access),
-        *(f"--property=EnvironmentFile={SETTINGS}", "--setenv=TMPDIR=/var/tmp"),
+        f"--property=EnvironmentFile={SETTINGS}",
+        # For PostgreSQL, a restore copies the backup there. /tmp may be memory.
+        "--setenv=TMPDIR=/var/tmp",
         *(f"--setenv=PYTHONPATH={CLONE}", f"--setenv=CLONE_COMMIT={commit}"),
         *(f"{CLONE}/.venv/bin/python", "-Pm", "app"),
-        *(word.replace("$", "$$") for word in words),
+        *(word.replace("$", "$$") for word in words),  # systemd would expand a "$"
     ]
 
 

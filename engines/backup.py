@@ -5,11 +5,11 @@ import shutil
 import sqlite3
 import stat
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from functools import partial
+from contextlib import closing, contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 from engines.connection import Connection
 from engines.database_file import DatabaseFile
@@ -19,7 +19,7 @@ from engines.fields import FIELDS
 from engines.migrations import EMPTY, incompatibility
 from engines.names import is_account_name, is_note
 from engines.new_files import create_folder_of, new_file
-from engines.replacement import replace, require_replaceable
+from engines.replacement import page_size, replace
 from engines.sqlite import SQLite, inspect, raise_if_full
 
 # The columns of each table, but for what is counted. A restore fills the tables in this order:
@@ -57,17 +57,16 @@ NOTES = "SELECT note FROM token WHERE note IS NOT NULL"
 # them have been copied.
 Progress = Callable[[Generator[Any], int, str], Generator[Any]]
 Numbers = Sequence[int]  # of accounts, Projects and tokens
-# Entered before a change of the database, and left after it: if entering raises, nothing changes.
-# Gets the numbers, and the path at which a file that is replaced is kept.
-Switching = Callable[[Numbers, str | None], AbstractContextManager[None]]
+
+
+class Restored(NamedTuple):
+    numbers: Numbers
+    is_new: bool  # the database was missing, or had no tables
+    kept: str | None = None  # the file with what was there
 
 
 class BadBackup(Exception):
     """The file cannot be restored, and no row was changed."""
-
-
-def in_silence(_numbers: Numbers, _old: str | None) -> AbstractContextManager[None]:
-    return nullcontext()
 
 
 def without_progress(rows: Generator[Any], _count: int, _table: str) -> Generator[Any]:
@@ -92,35 +91,38 @@ def backup(engine: Engine, path: str, progress: Progress = without_progress) -> 
 def restore(
     engine: Engine,
     file: str,
-    switching: Switching = in_silence,
     progress: Progress = without_progress,
+    committing: Callable[[], None] = lambda: None,
     name: str = "standard input",
-) -> bool:
+) -> Restored:
     """Put a backup of this release, or of an older one, in the place of the database.
 
-    All of its rows, or none. A missing SQLite file is created, one without rows is filled, and any
-    other is replaced. A database on PostgreSQL must be empty. "-" is the standard input, which
-    errors call by the name. Returns whether the database is new. Raises BadBackup, Unavailable.
+    All of its rows, or none. A missing SQLite file is created; one that is there gets new contents,
+    and may be in use. A database on PostgreSQL must be empty. "-" is the standard input, which
+    errors call by the name. Calls `committing` just before the change. Raises BadBackup,
+    Unavailable, OutcomeUnknown.
     """
     if file != "-":
         name = file = os.path.abspath(file)
     try:
-        with scratch(engine.file.folder) as folder:
-            is_kept = isinstance(engine.file, DatabaseFile) and must_be_kept(engine.file)
-            with checked_copy(file, folder, engine) as source:
-                write = partial(write_rows, source, progress)
-                is_new = not is_kept and bool(engine.file.is_missing())
-                if is_kept:
-                    replace(engine.name, write, switching)
-                elif is_new:
-                    create_folder_of(engine.name)
-                    # Named when it is whole, since the service would start on an empty database.
-                    with ExitStack() as block, new_file(engine.name) as unnamed:
-                        block.enter_context(switching(write(unnamed), None))
-                else:
-                    is_new = engine.open_database(creates=True)
-                    copy_rows(source, engine, progress, switching)
-        return is_new
+        with (
+            scratch(engine.file.folder) as folder,
+            checked_copy(file, folder, engine) as source,
+        ):
+            if not isinstance(engine, SQLite) or not isinstance(engine.file, DatabaseFile):
+                is_new = engine.open_database(creates=True)
+                return Restored(copy_rows(source, engine, progress, committing), is_new)
+            if engine.file.is_missing():
+                create_folder_of(engine.name)
+                # Named when it is whole, since the service would start on an empty database.
+                with new_file(engine.name) as unnamed:
+                    numbers = write_rows(source, progress, unnamed)
+                    committing()
+                return Restored(numbers, is_new=True)
+            kept = f"{engine.file.folder}/{datetime.now(UTC):before-%Y-%m-%dT%H%M%S.%fZ.db}"
+            with new_database(source, progress, folder, page_size(engine)) as (new, numbers):
+                replace(engine, new, kept, committing)
+            return Restored(numbers, is_new=False, kept=kept)
     except OSError as error:
         raise Unavailable(f"{error.strerror}: {error.filename or engine.name}") from error
     except UnicodeDecodeError as error:  # an error of SQLite whose message is not UTF-8
@@ -135,9 +137,6 @@ def checked_copy(file: str, folder: str, engine: Engine) -> Iterator[Engine]:
 
     Raises OSError, BadBackup, sqlite3.Error.
     """
-    if file != "-" and not os.access(file, os.R_OK):
-        hint = "on a server, copy it directly into /root"
-        raise BadBackup(f"it is not there, or this user cannot read it ({hint})")
     if engine.file.is_at(0 if file == "-" else file):
         raise BadBackup("it is the database itself")
     if file == "-":
@@ -150,36 +149,28 @@ def checked_copy(file: str, folder: str, engine: Engine) -> Iterator[Engine]:
         yield source
 
 
-def must_be_kept(file: DatabaseFile) -> bool:
-    """Whether the file has a row, or cannot be read.
-
-    Raises Unavailable if it cannot be replaced either.
-    """
-    if not os.path.lexists(file.path):
-        return False
-    try:
-        with closing(SQLite(file.path).open_to_read()) as connection:
-            version, _ = inspect(connection)
-            if version != EMPTY:
-                connection.scripts_for(version, creates=False)
-                require_empty(connection)
-        return False
-    except (sqlite3.Error, UnicodeDecodeError, Unavailable):
-        require_replaceable(file.path)
-        return True
-
-
 def write_rows(source: Engine, progress: Progress, path: str) -> Numbers:
     """Copy a database to this empty file."""
-    # It is first written in a folder of its own, since the engine leaves a -lock beside it.
-    with scratch(os.path.dirname(path)) as folder, closing(SQLite(f"{folder}/new")) as new:
+    with (
+        scratch(os.path.dirname(path)) as folder,
+        new_database(source, progress, folder) as (new, numbers),
+    ):
+        new.save(path)
+    return numbers
+
+
+@contextmanager
+def new_database(
+    source: Engine, progress: Progress, folder: str, page_size: int = 4096
+) -> Iterator[tuple[SQLite, Numbers]]:
+    """A copy of the database in this folder, where the engine leaves a -lock, and its numbers."""
+    with closing(SQLite(f"{folder}/new", page_size)) as new:
         new.open_database(creates=True)
         try:
             numbers = copy_rows(source, new, progress)
         except OutcomeUnknown as error:  # of the new database, which nobody will see
             raise Unavailable(str(error)) from error
-        new.save(path)
-    return numbers
+        yield new, numbers
 
 
 def scratch(folder: str | None) -> TemporaryDirectory[str]:
@@ -198,6 +189,8 @@ def open_backup(path: str) -> sqlite3.Connection:
     """Open it read-only. Raises as `copy_file` does."""
     if not stat.S_ISREG(os.stat(path).st_mode):  # SQLite would wait for the writer of a pipe
         raise BadBackup("not a regular file")
+    if not os.access(path, os.R_OK):
+        raise BadBackup("this user cannot read it")
     path = os.path.realpath(path)  # which has the -wal beside it
     # SQLite would follow it (docs/design.md, What an attacker is kept from), and no backup has one.
     if os.path.lexists(f"{path}-journal"):
@@ -252,7 +245,7 @@ def copy_rows(
     source: Engine,
     target: Engine,
     progress: Progress,
-    switching: Switching = in_silence,
+    committing: Callable[[], None] = lambda: None,
 ) -> Numbers:
     """Copy the rows of every table, in one transaction on each side.
 
@@ -260,11 +253,7 @@ def copy_rows(
     """
     # If both are SQLite, an error of the source is reported with the name of the target. It is
     # rare: `copy_file` has checked the source.
-    with (
-        ExitStack() as block,  # left last, after the commit
-        source.snapshot() as reader,
-        target.writer(in_transaction=True) as writer,
-    ):
+    with source.snapshot() as reader, target.writer(in_transaction=True) as writer:
         writer.extend_timeouts()
         require_empty(writer)  # before the lock, which would hold up the writers of a live database
         writer.lock_out_writers()
@@ -274,7 +263,7 @@ def copy_rows(
         writer.advance_token_sequence()
         writer.fetch(REBUILD_ACCOUNTS, {})
         numbers = [int(writer.fetch(count, {})[0][0]) for count in COUNTS]
-        block.enter_context(switching(numbers, None))
+        committing()
     return numbers
 
 

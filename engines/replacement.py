@@ -1,80 +1,109 @@
-"""Puts a new file in the place of an SQLite database that may be in use, and keeps the old file."""
+"""Gives an SQLite database that may be in use other contents, and keeps the old ones in a file.
+
+SQLite copies page by page, in one transaction (its Online Backup API): every process sees the old
+contents or the new ones, also after a kill or a power cut, and no damage within the file matters.
+"""
 
 import os
 import sqlite3
-import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
-from typing import Any
+from contextlib import closing, contextmanager, suppress
 
-from engines.errors import Unavailable
-from engines.names import is_printable
-from engines.new_files import new_file, remove, sync_folder
-from engines.sqlite import SQLite
+from engines.errors import OutcomeUnknown, Unavailable
+from engines.migrations import APPLICATION_ID, FOREIGN, incompatibility
+from engines.new_files import new_file, remove
+from engines.sqlite import SQLite, SQLiteConnection
 
-
-def require_replaceable(path: str) -> None:
-    """Raises Unavailable if `replace` cannot replace the file at this path."""
-    target = os.path.realpath(path)
-    if not is_printable(target):  # the way back, which is printed and pasted, has its folder
-        raise Unavailable(f"the path has a character that cannot be printed: {path}")
-    if os.path.dirname(target) != os.path.realpath(os.path.dirname(path)):
-        raise Unavailable(f"a link that leads to another folder: {path}")
+UNREADABLE = "SQLITE_NOTADB", "SQLITE_CORRUPT"  # not even page by page
 
 
-def replace(
-    path: str,
-    write: Callable[[str], Any],
-    switching: Callable[[Any, str], AbstractContextManager[None]],
-) -> None:
-    """Let `path` become a link to a new file, which `write` fills.
+def page_size(engine: SQLite) -> int:
+    """Of the database, in bytes. Raises Unavailable if it cannot be replaced."""
+    with open_live(engine) as live:
+        return size_of(live)
 
-    A rename makes the switch, in the block of `switching`, which gets what `write` returned and the
-    path at which the old file is kept. After an error, everything is as it was. Raises OSError,
-    Unavailable.
+
+def replace(engine: SQLite, new: SQLite, kept: str, committing: Callable[[], None]) -> None:
+    """Copy the contents of the new database, which has the same page size, to this one.
+
+    The old contents become the file `kept`, and stay there once the copy has begun, even if that
+    fails. Calls `committing` before it begins. Raises Unavailable, OutcomeUnknown.
     """
-    folder = os.path.dirname(os.path.realpath(path))
-    seconds, nanoseconds = divmod(time.time_ns(), 10**9)
-    # With the nanoseconds, nobody can foresee the name, and lay a -wal or a -journal beside it.
-    name = f"{time.strftime('%Y-%m-%dT%H%M%S', time.gmtime(seconds))}.{nanoseconds:09}Z.db"
-    new, kept = os.path.join(folder, name), os.path.join(folder, f"before-{name}")
-    link = os.path.join(folder, f"gardening-{name}.partial")
-    try:
+    with (
+        open_live(engine, kept) as live,
+        closing(new.open_to_read()) as source,
+        engine.write_lock(),
+    ):
+        if size_of(live) != size_of(source):
+            raise Unavailable(f"another program has changed it, try again: {engine.name}")
+        # So that readers go on, and a kill leaves no -journal. Both read the schema, which may be
+        # damaged: then SQLite has its defaults.
+        for pragma in ("synchronous = FULL", "journal_mode = WAL"):
+            with suppress(sqlite3.Error, UnicodeDecodeError):
+                live.execute(f"PRAGMA {pragma}")
+        with new_file(kept) as unnamed:
+            keep(live, unnamed)
+            committing()
         try:
-            os.symlink(name, link)
-        except OSError as error:  # before the work
-            hint = "if the file system has no links, stop the service, move the database away with"
-            reason = f"{error.strerror} ({hint} its -wal, and restore again): {path}"
-            raise Unavailable(reason) from error
-        with new_file(new) as partial:
-            written = write(partial)
-        with held_open(path):
-            if os.path.islink(path):
-                # Root may paste it, so whoever changes the link must not choose the folder.
-                old = os.path.join(folder, os.path.basename(os.path.realpath(path)))
-            else:
-                old = kept
-                os.link(path, kept, follow_symlinks=False)
-                with suppress(FileNotFoundError):
-                    os.link(f"{path}-wal", f"{kept}-wal")
-            with switching(written, old):
-                os.rename(link, path)
-    except BaseException:
-        if os.path.realpath(path) != os.path.realpath(new):
-            remove(link, new, kept, f"{kept}-wal")
-        raise
-    # They were beside a plain file, whose -wal has a second name by now.
-    remove(f"{path}-wal", f"{path}-shm")
-    sync_folder(folder)
+            source.backup(live, progress=raise_if_refused)
+        except Refused:
+            remove(kept)
+            raise
+        # Under the lock: before SQLite 3.51.3, two checkpoints at once could damage the file.
+        with suppress(sqlite3.Error):  # the change is made
+            live.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
 
 @contextmanager
-def held_open(path: str) -> Iterator[None]:
-    """Let the database keep its -wal: the last connection to be closed would delete it."""
-    with ExitStack() as opened:
-        # Nobody writes to a file that SQLite cannot read.
-        with suppress(sqlite3.Error, UnicodeDecodeError, Unavailable):
-            connection = opened.enter_context(closing(SQLite(path).open_to_read()))
-            connection.begin_snapshot()
-            connection.fetch("SELECT count(*) FROM sqlite_schema", {})  # acquires the lock
-        yield
+def open_live(engine: SQLite, kept: str = "") -> Iterator[SQLiteConnection]:
+    """A connection to the database, of any release, that reads no table.
+
+    Raises Unavailable for another program's database, and for an error of SQLite or the system in
+    the block. If the file `kept` is there by then, that is OutcomeUnknown, unless SQLite has rolled
+    back.
+    """
+    try:
+        with closing(engine.open_unread()) as live:
+            [(application,)] = live.execute("PRAGMA application_id")
+            [(changes,)] = live.execute("PRAGMA schema_version")  # 0: it is empty
+            if application != APPLICATION_ID and changes:
+                raise Unavailable(f"the database was {incompatibility(FOREIGN)}: {engine.name}")
+            yield live
+    except (sqlite3.Error, OSError) as error:
+        has_begun = os.path.exists(kept)
+        outage = engine.translate_error(error, has_begun) or Unavailable(f"{error}: {engine.name}")
+        if has_begun:
+            hint = f"what was there is kept in {kept}"
+            if not isinstance(outage, OutcomeUnknown):
+                hint = f"nothing was changed, and {hint}"
+        elif getattr(error, "sqlite_errorname", None) in UNREADABLE:
+            hint = "stop the service, and move it away with its -wal, -shm and -journal"
+        else:
+            raise outage from error
+        raise type(outage)(f"{outage}; {hint}") from error
+
+
+def size_of(connection: SQLiteConnection) -> int:
+    """The size of its pages, in bytes."""
+    [(size,)] = connection.execute("PRAGMA page_size")
+    return int(size)
+
+
+def keep(live: SQLiteConnection, path: str) -> None:
+    """Copy the database to this empty file, which like any backup is in no WAL mode."""
+    with closing(sqlite3.connect(path)) as copy:
+        live.backup(copy, progress=raise_if_refused)
+    # SQLite would read the schema to change the mode (file format, 1.3.3).
+    with open(path, "r+b") as file:
+        file.seek(18)
+        file.write(b"\1\1")
+
+
+class Refused(sqlite3.OperationalError):
+    """The copy cannot begin: another program has locked the database, or it is read-only."""
+
+
+def raise_if_refused(status: int, _remaining: int, _pages: int) -> None:
+    """For a lock, Python would try for ever."""
+    if status & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_READONLY):
+        raise Refused("locked by another program, or read-only")

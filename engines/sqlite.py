@@ -108,7 +108,6 @@ class SQLiteConnection(sqlite3.Connection, Connection):
             raise
         try:
             self.execute("PRAGMA foreign_keys = ON")  # off by default
-            self.execute("PRAGMA synchronous = FULL")  # NORMAL may lose commits
             self.execute("PRAGMA temp_store = MEMORY")  # a container may have no /tmp
             self.execute("PRAGMA journal_size_limit = 4194304")  # or the -wal would never shrink
         except BaseException:
@@ -192,11 +191,13 @@ class SQLite(Engine):
 
     ERROR = sqlite3.Error
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, page_size: int = 4096) -> None:
         """On the file at `path`; `:memory:` is a private database, which has its tables.
 
-        Raises ValueError if this Python's SQLite is too old, or lacks JSON.
+        A new file gets pages of this size, in bytes. Raises ValueError if this Python's SQLite is
+        too old, or lacks JSON.
         """
+        self._page_size = page_size
         found = f"this Python has SQLite {sqlite3.sqlite_version}"
         if sqlite3.sqlite_version_info < OLDEST_SQLITE:
             needed = ".".join(map(str, OLDEST_SQLITE))
@@ -225,6 +226,17 @@ class SQLite(Engine):
             self._uri, self._uri_to_read = f"{uri}?mode=rw", f"{uri}?mode=ro"
 
     def open_connection(self) -> SQLiteConnection:
+        connection = self.open_unread()
+        try:
+            connection.execute("PRAGMA synchronous = FULL")  # NORMAL may lose commits
+            connection.execute(f"PRAGMA page_size = {self._page_size}")  # if the file is empty
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def open_unread(self) -> SQLiteConnection:
+        """A connection that has not read the schema, which may be damaged."""
         return SQLiteConnection(self.file, self._lock, self._uri, self._busy_timeout)
 
     def open_to_read(self) -> SQLiteConnection:

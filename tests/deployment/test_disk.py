@@ -4,14 +4,27 @@ import os
 import re
 import shutil
 import sqlite3
+import subprocess
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from engines.backup import scratch
-from helpers.running import BIN, PROJECTS, Client, environment_of, fill, gunicorn, run, token_on
-from helpers.stores import listed
+from helpers.running import (
+    BIN,
+    LIMIT,
+    PROJECTS,
+    ROOT,
+    Client,
+    closing_store,
+    environment_of,
+    fill,
+    gunicorn,
+    run,
+    token_on,
+)
+from helpers.stores import fetch, listed
 from test_backup import file, filled, run_command, source, target
 from test_sqlite import attempt
 
@@ -207,6 +220,63 @@ def test_restore_that_has_committed_succeeds_whatever_cannot_be_removed(filled, 
     environment = environment_of(target)
     ended = run(*fault, BIN / "flask", "restore", filled, environment=environment)
     assert ended.stdout == "Restored: accounts 2, Projects 61, tokens 2.\n"
+
+
+# What happens at one call of a restore on the database or its -wal, or at all from there on.
+FAULTS = [
+    "fdatasync,fsync:error=EIO:when={}",
+    "pwrite64:error=EIO:when={}",
+    "pwrite64:error=ENOSPC:when={}+",
+    "pwrite64:signal=TERM:when={}",
+    "pwrite64,fdatasync,fsync,ftruncate:signal=KILL:when={}",
+]
+
+
+def names_of_ann(store):
+    return [project["name"] for project in listed(store)]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_restore_over_a_database_keeps_what_was_there_and_says_what_is_so(filled, tmp_path, fault):
+    """For whoever has it open, and for whoever opens it afterwards."""
+    for step in (1, 2, 3, 4, 8, 16, 32, 64, 128):
+        folder = tmp_path / str(step)
+        folder.mkdir()
+        database, calls = str(folder / "gardening.db"), folder / "calls"
+        strace = ["strace", "-f", "-qq", "-o", calls, "-P", database, "-P", f"{database}-wal"]
+        command = [*strace, "-e", f"inject={fault.format(step)}", BIN / "flask", "restore", filled]
+        with closing_store(database) as store:
+            store.engine.open_database(creates=True)
+            store.create_project("ann", {"name": "old"})
+            ended = subprocess.run(
+                command,
+                cwd=ROOT,
+                env=environment_of(database),
+                capture_output=True,
+                text=True,
+                timeout=LIMIT,
+                check=False,
+            )
+            [name] = names_of_ann(store)
+        with closing_store(database) as reopened:
+            [later] = names_of_ann(reopened)
+            assert fetch(reopened, "PRAGMA integrity_check") == [("ok",)]
+        if not re.search("INJECTED|SIG", calls.read_text()):
+            break
+        kept = [*folder.glob("before-*.db")]
+        for path in kept:
+            with closing_store(str(path)) as store:
+                assert names_of_ann(store) == ["old"]
+        is_unknown = "the change may have been made" in ended.stderr
+        assert name == later or is_unknown
+        assert kept or later == "old"
+        if "KILL" not in fault:
+            is_done = "Restored: " in ended.stdout
+            assert is_done is (ended.returncode == 0) and is_done is (ended.stderr == "")
+            assert is_unknown or (later == "Park") is is_done
+            assert is_done or bool(kept) is ("what was there is kept in" in ended.stderr)
+            assert is_done or "TERM" not in fault
+    assert step > 3
 
 
 def test_backup_that_has_its_name_succeeds_whatever_cannot_be_removed(store, database, file):
