@@ -9,8 +9,6 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from textwrap import indent
-from traceback import format_exception
 from typing import Any
 
 from flask import Blueprint, Flask, Request, Response, request
@@ -50,8 +48,7 @@ class Application(Flask):
         return adapter
 
     def log_exception(self, exc_info: Any) -> None:
-        # Indented, since the error may quote the caller.
-        traceback = indent("".join(format_exception(exc_info[1])), "    ").rstrip()
+        traceback = commands.traceback_of(exc_info[1])
         self.logger.error("Bug in the service (%s)\n%s", problems.current_request(), traceback)
 
 

@@ -12,11 +12,12 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from io import StringIO
 from pathlib import Path
+from traceback import format_exception
 from typing import Any
 
 import click
 from flask import Flask, current_app
-from flask.cli import AppGroup, FlaskGroup, ScriptInfo, run_command, with_appcontext
+from flask.cli import AppGroup, FlaskGroup, ScriptInfo, run_command
 from werkzeug.serving import is_running_from_reloader
 
 from auth import current_store, issue_token
@@ -36,25 +37,37 @@ class WrongSetting(click.ClickException, ValueError):
 
 
 class Command(click.Command):
-    """Says in one line, without a traceback, what went wrong as it ran."""
+    """Says what went wrong as it ran: in one line, or a bug with its traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        try:
+        with failures():
             return super().invoke(ctx)
-        except (BadName, BadNote, BadBackup, Unavailable) as error:
-            raise failure(error) from error
 
 
-class Group(Command, AppGroup):
-    """Does the same for each of its commands."""
+class Group(AppGroup):
+    command_class = Command
 
 
-def failure(error: Exception) -> click.ClickException:
-    """What `flask` prints of it, as one line."""
-    line = " ".join(str(error).splitlines())
-    if isinstance(error, OutcomeUnknown):
-        line += "; the change may have been made, or not"
-    return click.ClickException(printable(line))
+@contextmanager
+def failures() -> Iterator[None]:
+    """Let `flask` print what went wrong in the block. Raises click.ClickException."""
+    try:
+        yield
+    except (click.ClickException, click.Abort, click.exceptions.Exit, BrokenPipeError):
+        raise  # click knows these
+    except (BadName, BadNote, BadBackup, Unavailable, OSError) as error:
+        line = " ".join(str(error).splitlines())
+        if isinstance(error, OutcomeUnknown):
+            line += "; the change may have been made, or not"
+        raise click.ClickException(printable(line)) from error
+    except Exception as error:
+        raise click.ClickException(f"a bug in the service\n{traceback_of(error)}") from error
+
+
+def traceback_of(error: BaseException) -> str:
+    """Its lines, indented and printable, since the error may quote a caller or the database."""
+    lines = "".join(format_exception(error)).splitlines()
+    return "\n".join(f"    {printable(line)}" for line in lines)
 
 
 def printable(line: str) -> str:
@@ -64,6 +77,7 @@ def printable(line: str) -> str:
 
 account_commands = Group("account", help="List and delete accounts.")
 token_commands = Group("token", help="Issue, list and revoke access tokens.")
+all_commands = Group(commands=[account_commands, token_commands])
 
 
 @token_commands.command("create")
@@ -162,22 +176,22 @@ def delete_account(account: str, yes: bool) -> None:
     if found is None:
         raise click.ClickException(f"There is no account {name}.")
     if not yes:
+        if sys.stdin is None:
+            raise click.ClickException("Nobody can be asked: standard input is closed. Use --yes.")
         _, projects, tokens, _ = found
         numbers = f"Projects ({projects}) and tokens ({tokens})"
         click.confirm(f"Delete the account {name} with its {numbers}?", abort=True)
     store.delete_account(name)
 
 
-@click.command("init-db", cls=Command)
-@with_appcontext
+@all_commands.command("init-db")
 def create_database() -> None:
     """Create the database unless there is one, and bring it up to date."""
     engine = current_store().engine
     report_if_new(engine, engine.open_database(creates=True))
 
 
-@click.command("open-db", cls=Command, hidden=True)
-@with_appcontext
+@all_commands.command("open-db", hidden=True)
 def open_database() -> None:
     """Bring the database up to date: for gunicorn."""
     current_store().engine.open_database()
@@ -230,19 +244,17 @@ def show_progress(rows: Generator[Any], count: int, table: str) -> Generator[Any
         yield from shown
 
 
-@click.command("backup", cls=Command)
+@all_commands.command("backup")
 @click.argument("file", type=click.Path())
-@with_appcontext
 @ended_like_ctrl_c()
 def write_backup(file: str) -> None:
     """Write a copy of the database to FILE, a new SQLite file, while the service runs."""
     backup(current_store().engine, file, show_progress)
 
 
-@click.command("restore", cls=Command)
+@all_commands.command("restore")
 @click.argument("file", type=click.Path(readable=False, allow_dash=True))
 @click.option("--name", default="standard input", hidden=True)
-@with_appcontext
 @ended_like_ctrl_c()
 def restore_backup(file: str, name: str) -> None:
     """Put the backup FILE, or the standard input (-), in the place of the database.
@@ -287,9 +299,7 @@ def command_line(app: Flask, *words: str) -> str:
 
 def add_to(app: Flask) -> None:
     """Add the commands, and welcome whoever starts `flask run`."""
-    groups = token_commands, account_commands
-    databases = create_database, open_database, write_backup, restore_backup
-    for command in (*groups, *databases):
+    for command in all_commands.commands.values():
         app.cli.add_command(command)
     # Nothing else says that a server starts: Flask has no hook or signal for it, and does not let
     # an application replace its `run`.
@@ -302,11 +312,9 @@ def welcome(app: Flask, host: str, port: int, cert: object, **_: object) -> None
     """Create the database, and say what to do next, or what is wrong."""
     store: Store = app.extensions["store"]
     engine = store.engine
-    try:
+    with failures():
         report_if_new(engine, engine.open_database(creates=True))
         has_tokens = bool(store.list_tokens())
-    except Unavailable as error:
-        raise failure(error) from error
     if not has_tokens:
         place = "in this folder"
         if engine.file.folder is None:

@@ -18,6 +18,7 @@ from commands import TokenID
 from engines.backup import COLUMNS
 from helpers.openapi import API
 from helpers.running import BIN, LIMIT, ROOT, flask_run, run
+from helpers.stores import is_sqlite
 from helpers.testservice import copy_service
 
 
@@ -283,18 +284,40 @@ def test_account_is_deleted_only_after_a_yes(app, store):
         assert (result.exit_code, len(store.list_accounts())) == (accounts, accounts)
 
 
+def test_account_is_not_deleted_if_nobody_can_be_asked(environment, store):
+    store.create_project("ann", {})
+    script = f"{BIN}/flask account delete ann <&-"
+    refused = run("sh", "-c", script, environment=environment, status=1)
+    reason = "Nobody can be asked: standard input is closed. Use --yes."
+    assert (refused.stdout, refused.stderr) == ("", f"Error: {reason}\n")
+    assert len(store.list_accounts()) == 1
+
+
 def test_unknown_account_is_refused_before_any_question(command):
     refused = command("account", "delete", "ann")
     assert (refused.exit_code, refused.stdout) == (1, "")
     assert refused.stderr == "Error: There is no account ann.\n"
 
 
-def test_defect_keeps_its_traceback(command, plain_sql):
-    """Unlike a user's mistake."""
+@pytest.mark.parametrize("words", ["token list", "token create ann", "account delete ann"])
+def test_defect_keeps_its_traceback_but_prints_no_line_of_the_database(command, plain_sql, words):
+    """A name in the database is in the message of the error."""
     assert command("token", "list").exit_code == 0
-    plain_sql.execute("ALTER TABLE token RENAME COLUMN expires_at TO ends_at")
-    result = command("token", "list")
-    assert not isinstance(result.exception, SystemExit)
+    plain_sql.execute("ALTER TABLE token RENAME TO renamed")
+    name = f"{ESCAPE}\nTo go back: rm -rf /\u2028"
+    if is_sqlite(plain_sql):
+        plain_sql.execute(f'CREATE VIEW token AS SELECT * FROM "{name}"')
+    else:
+        plain_sql.execute(f'CREATE VIEW token AS SELECT 1 AS "{name}"')
+    result = command(*words.split())
+    first, second, *lines = result.stderr.splitlines()
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert (first, second) == (
+        "Error: a bug in the service",
+        "    Traceback (most recent call last):",
+    )
+    assert all(line.startswith("    ") and line.isprintable() for line in lines)
+    assert "rm -rf" in result.stderr or not is_sqlite(plain_sql)
 
 
 def test_all_tokens_of_an_account_or_all_that_have_expired_are_revoked(command, store):
@@ -328,8 +351,13 @@ def test_token_that_cannot_be_printed_can_be_revoked(environment, store):
             check=False,
         )
     assert ended.returncode != 0
-    assert ended.stderr.startswith("The token's ID is 1.\nann is a new account.\n")
+    reason = "Error: [Errno 28] No space left on device\n"
+    assert ended.stderr.startswith(f"The token's ID is 1.\nann is a new account.\n{reason}")
     assert store.revoke_token(1)
+
+
+def test_output_that_nobody_reads_is_no_bug(environment):
+    assert run("sh", "-c", f"{BIN}/flask token list | true", environment=environment).stderr == ""
 
 
 def test_another_programs_command_may_be_called_run(tmp_path):
