@@ -242,15 +242,27 @@ FAULTS = {
         UPDATE sqlite_schema SET sql = CAST(sql || x'20ff' AS TEXT) WHERE name = 'token'""",
         "the backup is damaged",
     ),
-    "index of a function": (
-        """CREATE INDEX i ON token (length(account)); PRAGMA writable_schema = ON;
-        UPDATE sqlite_schema SET sql = replace(sql, 'length', 'grow') WHERE name = 'i'""",
-        r"unknown function: grow\(\)",
+    "escape sequence in the schema": (
+        """PRAGMA writable_schema = ON;
+        UPDATE sqlite_schema SET sql = replace(sql, 'STRICT', '"\x1b[2J"') WHERE name = 'token'""",
+        r"malformed database schema \(token\) - unknown table option: \"\?\[2J\"",
     ),
-    "escape sequence in the name of a function": (
-        """CREATE INDEX i ON token (length(account)); PRAGMA writable_schema = ON;
-        UPDATE sqlite_schema SET sql = replace(sql, 'length', '"\x1b[2J"') WHERE name = 'i'""",
-        r"unknown function: \?\[2J\(\)",
+    # What SQLite would compute as it is read.
+    "view of another type": (
+        """DROP TABLE part; CREATE VIEW part AS
+            WITH RECURSIVE n(id) AS (SELECT 1 UNION ALL SELECT id FROM n)
+            SELECT id, id AS project, id AS kind, id AS account FROM n;
+        PRAGMA writable_schema = ON; UPDATE sqlite_schema SET type = 'VIEW' WHERE name = 'part'""",
+        "no such table: part",
+    ),
+    "virtual table": (
+        """DROP TABLE part; PRAGMA writable_schema = ON; INSERT INTO sqlite_schema
+        VALUES ('table', 'part', 'part', 0, 'CREATE VIRTUAL TABLE part USING fts5(id)')""",
+        "no such table: part",
+    ),
+    "generated column": (
+        "ALTER TABLE token ADD COLUMN large BLOB AS (zeroblob(1000000000))",
+        "the table token has a generated column",
     ),
     # What `token create` refuses, since commands print it.
     "line break in a name": (
@@ -548,6 +560,30 @@ def test_restore_counts_projects_anew_and_gives_no_seq_again(filled, target_stor
         assert page.next_after == next_seq
 
 
+# What operators and their tools add, and what somebody may have made up. A CHECK overflows if it is
+# run.
+ADDED = """
+CREATE TABLE _litestream_seq (id INTEGER PRIMARY KEY, seq INTEGER);
+INSERT INTO _litestream_seq VALUES (1, 1);
+CREATE INDEX names ON project (account, lower(name)) WHERE name IS NOT NULL;
+CREATE VIEW largest AS SELECT account, count(*) FROM project GROUP BY account;
+ANALYZE;
+CREATE TABLE theirs (x CHECK (abs(x)));
+PRAGMA ignore_check_constraints = ON;
+INSERT INTO theirs VALUES (-9223372036854775808);
+CREATE INDEX unknown ON token (length(account));
+PRAGMA writable_schema = ON;
+UPDATE sqlite_schema SET sql = replace(sql, 'length', 'no_such') WHERE name = 'unknown';
+"""
+
+
+def test_what_was_added_to_a_backup_is_neither_restored_nor_run(filled, target, tmp_path):
+    file = shutil.copy(filled, tmp_path)
+    spoil(file, ADDED)
+    output = "Restored: accounts 2, Projects 61, tokens 2.\n"
+    assert run_command(target, "restore", file).startswith(output)
+
+
 HOSTILE = """
 CREATE TABLE theirs (x);
 CREATE TRIGGER "no ""name" AFTER UPDATE ON account BEGIN DELETE FROM token; END;
@@ -555,6 +591,10 @@ CREATE VIEW "a ""view" AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i FR
     SELECT i FROM n;
 CREATE TRIGGER endless AFTER UPDATE ON account
     BEGIN INSERT INTO theirs SELECT i FROM "a ""view"; END;
+CREATE TRIGGER shouting AFTER UPDATE ON account
+    BEGIN INSERT INTO theirs SELECT i FROM "a ""view"; END;
+PRAGMA writable_schema = ON;
+UPDATE sqlite_schema SET type = 'TRIGGER' WHERE name = 'shouting';
 CREATE TRIGGER instead INSTEAD OF INSERT ON "a ""view" BEGIN SELECT 1; END;
 """
 
