@@ -74,7 +74,10 @@ def test_full_account_refuses_only_what_would_create_a_project(failing):
     path = f"{PROJECTS}/{json.loads(document)['id']}"
     others = [client.call(method, path, {})[0] for method in ("GET", "PUT", "DELETE")]
     assert others == [200, 200, 204]
-    assert [client.call("POST", PROJECTS, {})[0] for _ in range(3)] == [409, 429, 201]
+    # The first address is made of a base that ends in a slash.
+    paths = [f"/{PROJECTS}", PROJECTS, PROJECTS]
+    created = [client.fetch("POST", path, "{}", **JSON)[0] for path in paths]
+    assert created == [409, 429, 201]
 
 
 @pytest.mark.parametrize("failure, seconds", {"slow": 3, "slow:2": 2}.items())

@@ -175,11 +175,11 @@ def test_plan_and_journal_of_a_token_are_for_any_path_but_those_of_tokens(
     gardening, gardening_service
 ):
     token = gardening.issue_token(fail=["502", "none", "429"])
-    paths = ["/nowhere", "/test/tokens", "/api/v1/hello-service"]
+    paths = ["/nowhere", "/test/tokens", "//test/tokens", "/api/v1/hello-service"]
     with connect(gardening.url, token) as client:
-        assert [client.fetch("GET", path)[0] for path in paths] == [502, 405, 200]
+        assert [client.fetch("GET", path)[0] for path in paths] == [502, 405, 405, 200]
     requests = gardening_service.requests(token)
-    assert [request["path"] for request in requests] == [paths[0], paths[2]]
+    assert [request["path"] for request in requests] == [paths[0], paths[3]]
     assert gardening.left(token) == ["429"]
     assert gardening.requests == []
 

@@ -132,11 +132,12 @@ class FailingService:
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         issued = self._issued.get(bearer_token(environ.get("HTTP_AUTHORIZATION", "")))
-        if issued is None or environ["PATH_INFO"].startswith("/test/"):
+        path = "/" + environ["PATH_INFO"].lstrip("/")  # as Werkzeug has it
+        if issued is None or path.startswith("/test/"):
             return self._app({**environ, FAILURE: Failure()}, start_response)
         entry = read_request(environ)
         issued.journal.append(entry)
-        failure = next_failure(issued.plan, environ["REQUEST_METHOD"], environ["PATH_INFO"])
+        failure = next_failure(issued.plan, environ["REQUEST_METHOD"], path)
 
         def record_status(status: str, *arguments: Any) -> Any:
             entry["status"] = int(status[:3])
