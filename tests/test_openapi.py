@@ -274,9 +274,12 @@ def test_invalid_key_is_not_described_and_refused(client, key):
     assert client.get(PROJECTS).json == []
 
 
-def test_examples_are_valid():
+def test_examples_are_valid_and_every_problem_has_one():
     checked = [check_examples(item) for item in walk(API) if "schema" in item]
     assert sum(checked) > 20
+    for response in API["components"]["responses"].values():
+        for content in response.get("content", {}).values():
+            assert check_examples(content) > 0, response
 
 
 def check_examples(item):
