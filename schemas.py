@@ -14,6 +14,7 @@ MAX_SIZE = 100  # Projects
 NOT_AN_OBJECT = {"type": "The body must be a JSON object."}
 # "special" is marshmallow's key for NaN and the infinities.
 NOT_FINITE: dict[str, Any] = {"special": "Must be a finite number."}
+NOT_DIGITS: dict[str, Any] = {"invalid": "Write a whole number with the digits 0-9 only."}
 
 
 class OutputOnly(fields.Raw):
@@ -39,6 +40,8 @@ class Degrees(fields.Float):
 
 class Digits(fields.Integer):
     """An integer written with the digits 0-9 only: no sign, space or underscore."""
+
+    default_error_messages = NOT_DIGITS
 
     def _deserialize(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         if not re.fullmatch("[0-9]+", str(value)):

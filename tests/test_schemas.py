@@ -126,6 +126,11 @@ def test_page_and_after_are_numbers_from_0(value):
     assert set(errors_of(schemas.PAGE, query)) == set(query)
 
 
+def test_negative_number_is_refused_for_its_sign():
+    message = "Write a whole number with the digits 0-9 only."
+    assert errors_of(schemas.PAGE, {"page": "-1"}) == {"page": [message]}
+
+
 @pytest.mark.parametrize("value", [*NO_NUMBERS, "0", "101"])
 def test_size_is_a_number_from_1_to_100(value):
     assert list(errors_of(schemas.PAGE, {"size": value})) == ["size"]
