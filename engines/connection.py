@@ -1,4 +1,4 @@
-"""What a connection to a database does, and the statements in which the engines differ."""
+"""What a connection to a database does, and its statements that the engines write differently."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable
@@ -10,6 +10,27 @@ from engines.migrations import EMPTY, SCHEMA_VERSION, Migrations, incompatibilit
 
 Parameters = dict[str, Any]  # of a statement, by name
 Rows = list[Any]
+
+
+def get_sql(project: str) -> str:
+    """GET, with the engine's SQL of a Project's id, ETag and document."""
+    return f"SELECT {project} FROM project WHERE id = :id AND account = :account"
+
+
+def list_sql(documents: str) -> str:
+    """LIST, with the engine's SQL of the JSON array of its rows' documents."""
+    return f"""
+        SELECT (SELECT project_count FROM account WHERE name = :account) AS total,
+            (SELECT last_seq FROM account WHERE name = :account) AS last_seq,
+            -- The last seq of this page, unless it is the last one of all.
+            nullif(max(seq), (SELECT max(seq) FROM project WHERE account = :account))
+                AS next_after,
+            {documents} AS document
+        FROM (SELECT * FROM project WHERE account = :account
+            -- OFFSET reads whatever it skips: here only numbers, in an index.
+            AND seq >= (SELECT seq FROM project WHERE account = :account AND seq > :after
+                ORDER BY seq LIMIT 1 OFFSET :offset)
+            ORDER BY seq LIMIT :size) AS page"""
 
 
 class Connection(ABC):

@@ -11,7 +11,7 @@ import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
 from engines import migrations
-from engines.connection import Connection, Parameters, Rows
+from engines.connection import Connection, Parameters, Rows, get_sql, list_sql
 from engines.database_file import NoFile
 from engines.engine import Engine
 from engines.errors import OutcomeUnknown, Unavailable
@@ -99,6 +99,7 @@ def document_sql() -> str:
 
 DOCUMENT = document_sql()
 ETAG = "(version::text || '-' || updated_at::text)"
+PROJECT = f"id, {ETAG}, convert_to({DOCUMENT}, 'UTF8')"
 ETAG_IS_ALLOWED = f"""(:if_match::jsonb IS NULL OR :if_match::jsonb ? {ETAG})
     AND (:if_none_match::jsonb IS NULL OR NOT :if_none_match::jsonb ? {ETAG})"""
 COUNT_PROJECT = """
@@ -119,23 +120,10 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
 
     SCHEMA = "postgresql.sql"
     MIGRATIONS = migrations.POSTGRESQL
-    GET = f"""
-        SELECT id, {ETAG}, convert_to({DOCUMENT}, 'UTF8')
-        FROM project
-        WHERE id = :id AND account = :account"""
-    LIST = f"""
-        SELECT (SELECT project_count FROM account WHERE name = :account) AS total,
-            (SELECT last_seq FROM account WHERE name = :account) AS last_seq,
-            -- The last seq of this page, unless it is the last one of all.
-            nullif(max(seq), (SELECT max(seq) FROM project WHERE account = :account))
-                AS next_after,
-            convert_to(concat('[', string_agg({DOCUMENT}, ',' ORDER BY seq), ']'), 'UTF8')
-                AS document
-        FROM (SELECT * FROM project WHERE account = :account
-            -- OFFSET reads whatever it skips: here only numbers, in an index.
-            AND seq >= (SELECT seq FROM project WHERE account = :account AND seq > :after
-                ORDER BY seq LIMIT 1 OFFSET :offset)
-            ORDER BY seq LIMIT :size) AS page"""
+    GET = get_sql(PROJECT)
+    LIST = list_sql(
+        f"convert_to(concat('[', string_agg({DOCUMENT}, ',' ORDER BY seq), ']'), 'UTF8')"
+    )
     # What adds or deletes Projects locks the account's row first, so that no two can deadlock. An
     # update locks its Project alone.
     CREATE = f"""
@@ -144,7 +132,7 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
             {", ".join(SETTABLE)})
         SELECT :id, name, last_seq, :key, :fingerprint, :now, :now, :{", :".join(SETTABLE)}
         FROM counted
-        RETURNING id, {ETAG}, convert_to({DOCUMENT}, 'UTF8')"""
+        RETURNING {PROJECT}"""
     UPDATE = f"""
         WITH changed AS (
             UPDATE project
@@ -154,7 +142,7 @@ class PostgreSQLConnection(psycopg.Connection[tuple[Any, ...]], Connection):
             RETURNING project.*)
         -- Not in RETURNING: there, Citus takes only immutable functions. (Of INSERT ... SELECT, as
         -- in CREATE, it takes any.)
-        SELECT id, {ETAG}, convert_to({DOCUMENT}, 'UTF8') FROM changed"""
+        SELECT {PROJECT} FROM changed"""
     DELETE = f"""
         WITH locked AS (
             -- Only if the condition holds, since a deletion that is refused should lock nothing.
@@ -294,7 +282,7 @@ class ClusterConnection(PostgreSQLConnection):
             {", ".join(SETTABLE)})
         SELECT :id, name, last_seq, :key, :fingerprint, :now, :now, :{", :".join(SETTABLE)}
         FROM account WHERE name = :account
-        RETURNING id, {ETAG}, convert_to({DOCUMENT}, 'UTF8')"""
+        RETURNING {PROJECT}"""
 
     def create(self, parameters: Parameters) -> Rows:
         # Within CREATE, counting would make a two-phase commit on every node.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engines import migrations
-from engines.connection import Connection, Parameters, Rows
+from engines.connection import Connection, Parameters, Rows, get_sql, list_sql
 from engines.database_file import DatabaseFile, NoFile
 from engines.engine import Engine
 from engines.errors import OutcomeUnknown, Unavailable
@@ -39,6 +39,7 @@ def document_sql() -> str:
 
 DOCUMENT = document_sql()
 ETAG = "(version || '-' || updated_at)"
+PROJECT = f"id, {ETAG}, CAST({DOCUMENT} AS BLOB)"
 ETAG_IS_ALLOWED = f"""(:if_match IS NULL
         OR {ETAG} IN (SELECT value FROM json_each(:if_match)))
     AND (:if_none_match IS NULL
@@ -50,23 +51,9 @@ class SQLiteConnection(sqlite3.Connection, Connection):
 
     SCHEMA = "sqlite.sql"
     MIGRATIONS = migrations.SQLITE
-    GET = f"""
-        SELECT id, {ETAG}, CAST({DOCUMENT} AS BLOB)
-        FROM project
-        WHERE id = :id AND account = :account"""
+    GET = get_sql(PROJECT)
     # json_group_array keeps the order of the rows of its subquery.
-    LIST = f"""
-        SELECT (SELECT project_count FROM account WHERE name = :account) AS total,
-            (SELECT last_seq FROM account WHERE name = :account) AS last_seq,
-            -- The last seq of this page, unless it is the last one of all.
-            nullif(max(seq), (SELECT max(seq) FROM project WHERE account = :account))
-                AS next_after,
-            CAST(json_group_array({DOCUMENT}) AS BLOB) AS document
-        FROM (SELECT * FROM project WHERE account = :account
-            -- OFFSET reads whatever it skips: here only numbers, in an index.
-            AND seq >= (SELECT seq FROM project WHERE account = :account AND seq > :after
-                ORDER BY seq LIMIT 1 OFFSET :offset)
-            ORDER BY seq LIMIT :size)"""
+    LIST = list_sql(f"CAST(json_group_array({DOCUMENT}) AS BLOB)")
     # For CREATE and DELETE, the triggers of sqlite.sql count the Projects of the account.
     CREATE = f"""
         INSERT INTO project (id, account, seq, key, fingerprint, created_at, updated_at,
@@ -76,12 +63,12 @@ class SQLiteConnection(sqlite3.Connection, Connection):
             :key, :fingerprint, :now, :now, :{", :".join(SETTABLE)}
         WHERE coalesce((SELECT project_count FROM account WHERE name = :account), 0)
             < :limit
-        RETURNING id, {ETAG}, CAST({DOCUMENT} AS BLOB)"""
+        RETURNING {PROJECT}"""
     UPDATE = f"""
         UPDATE project
         SET <assignments> version = version + 1, updated_at = max(updated_at, :now)
         WHERE id = :id AND account = :account AND {ETAG_IS_ALLOWED}
-        RETURNING id, {ETAG}, CAST({DOCUMENT} AS BLOB)"""
+        RETURNING {PROJECT}"""
     DELETE = f"""
         DELETE FROM project
         WHERE id = :id AND account = :account AND {ETAG_IS_ALLOWED}
