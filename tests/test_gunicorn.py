@@ -6,7 +6,7 @@ import re
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +22,6 @@ from helpers.running import (
     ROOT,
     TWO_WORKERS,
     Client,
-    closing_store,
     environment_of,
     gunicorn,
     replaced,
@@ -147,41 +146,44 @@ class Shared(NamedTuple):
 
     port: int
     database: str
+    token: str  # of ann
     access_log: Path
-    error_log: Path
+
+
+@contextmanager
+def start_shared(folder):
+    database = str(folder / "gardening.db")
+    token = token_on(database)
+    log = folder / "access.log"
+    options = environment_of(database), f"--error-logfile={folder}/error.log"
+    with log.open("wb") as stdout, gunicorn(*options, stdout=stdout) as (_, port):
+        yield Shared(port, database, token, log)
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("shared")
-    database = str(folder / "gardening.db")
-    logs = folder / "access.log", folder / "error.log"
-    with (
-        logs[0].open("wb") as stdout,
-        gunicorn(environment_of(database), f"--error-logfile={logs[1]}", stdout=stdout) as (
-            _,
-            port,
-        ),
-    ):
-        yield Shared(port, database, *logs)
+    with start_shared(tmp_path_factory.mktemp("shared")) as shared:
+        yield shared
+
+
+@pytest.fixture(scope="module")
+def logging(tmp_path_factory):
+    """One of its own: a response of another test may be logged only after it has arrived."""
+    with start_shared(tmp_path_factory.mktemp("logging")) as logging:
+        yield logging
 
 
 @pytest.fixture
-def shared_token(shared):
-    return token_on(shared.database)
-
-
-@pytest.fixture
-def log(shared, shared_token):
+def log(logging):
     """A function that sends raw requests, and returns their lines of the access log."""
 
     def log(*requests):
-        with shared.access_log.open("rb") as lines:
+        with logging.access_log.open("rb") as lines:
             lines.seek(0, os.SEEK_END)
             for request in requests:
                 head = f"{request}\r\nHost: x\r\nConnection: close\r\n\r\n"
-                head = head.replace("TOKEN", shared_token)
-                with open_connection(shared.port) as client:
+                head = head.replace("TOKEN", logging.token)
+                with open_connection(logging.port) as client:
                     client.sendall(head.encode())
                     while client.recv(65536):
                         pass
@@ -193,9 +195,7 @@ def log(shared, shared_token):
 TIME = r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
 
 
-def test_access_log_has_a_line_for_each_request(log, shared, shared_token):
-    with closing_store(shared.database) as store:
-        caller = f"ann/{store.list_tokens()[-1].id}"
+def test_access_log_has_a_line_for_each_request(log):
     called = f"GET {PROJECTS}?page=0 HTTP/1.1\r\nX-Request-Id: 7f\r\n"
     lines = log(
         called + "Authorization: Bearer TOKEN",
@@ -206,9 +206,9 @@ def test_access_log_has_a_line_for_each_request(log, shared, shared_token):
     fields = rf'{TIME} "([^"]*)" "(\S+) (\S+)" (\d+) \d+ \d+ (.*)'
     found = [re.fullmatch(fields, line).groups() for line in lines]
     assert found == [
-        (caller, "GET", PROJECTS, "200", "7f"),
+        ("ann/1", "GET", PROJECTS, "200", "7f"),
         ("-", "GET", PROJECTS, "401", "7f"),
-        (caller, "GET", f"{PROJECTS}/none", "404", "-"),
+        ("ann/1", "GET", f"{PROJECTS}/none", "404", "-"),
         ("-", "PURGE", HELLO, "200", "-"),
     ]
 
@@ -230,14 +230,14 @@ def test_proxies_in_a_row_may_name_different_schemes(log):
     "text, count",
     [('"200', 3), ('" 200', 2), ('\\" 200', 2), ("a b", 2), ("a\tb", 2), ("%0A", 3), ("\x85", 2)],
 )
-def test_nothing_in_a_path_or_header_forges_a_log_line(log, shared_token, text, count):
+def test_nothing_in_a_path_or_header_forges_a_log_line(log, logging, text, count):
     lines = log(
         f"GET /{text} HTTP/1.1",
         f"GET / HTTP/1.1\r\nX-Request-Id: {text}",
         f"GET / HTTP/1.1\r\nAuthorization: Bearer {text}TOKEN",
     )
     for line in lines:
-        assert shared_token not in line
+        assert logging.token not in line
         assert re.fullmatch(rf'{TIME} "-" "GET /([^\s"]|\\")*" (30[28]|404) \d+ \d+ [!-~]+', line)
     assert len(lines) == count
 
@@ -347,14 +347,12 @@ def receive(stream):
 
 
 @pytest.mark.parametrize("chunked", [False, True], ids=["length", "chunked"])
-def test_unread_body_leaves_the_connection_usable_or_announces_its_end(
-    shared, shared_token, chunked
-):
+def test_unread_body_leaves_the_connection_usable_or_announces_its_end(shared, chunked):
     for status, size in [*MIX, (413, 65_537), (413, 100_000), (413, 1_000_000)]:
         method, path, signed, kind = UNREAD.get(status, UNREAD[415])
         kind = "application/json" if status == 413 else kind
         headers = [f"Content-Type: {kind}"]
-        headers += [f"Authorization: Bearer {shared_token}"] * signed
+        headers += [f"Authorization: Bearer {shared.token}"] * signed
         with open_connection(shared.port) as connection, connection.makefile("rb") as stream:
             send(connection, method, path, headers, size, chunked)
             found, responded = receive(stream)

@@ -632,7 +632,7 @@ def test_address_that_has_no_effect_is_refused_before_a_restart(machine, saved_s
 def test_service_that_was_stopped_is_not_started_by_a_request(machine):
     machine.paste("systemctl stop gardening")
     try:
-        machine.paste(f"curl -fsS {SOCKET}/health", status=7)
+        machine.paste(f"! curl -sS {SOCKET}/health")  # a socket may reset what it can still accept
         machine.paste("systemctl is-active gardening", status=3)
     finally:
         machine.paste("systemctl start gardening")
