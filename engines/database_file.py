@@ -36,7 +36,7 @@ class DatabaseFile:
             self.check_identity()
 
     def is_missing(self) -> bool:
-        """Whether there never was a file. Raises Unavailable if none may be created."""
+        """Whether this object has seen no file yet. Raises Unavailable if none may be created."""
         # In this order, since a process that creates all of them makes the database first.
         others = [path for path in (self._wal, self._journal) if os.path.lexists(path)]
         if self._id or os.path.exists(self.path):

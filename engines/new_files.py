@@ -80,7 +80,7 @@ def create_folder_of(path: str) -> None:
 
 
 def create_empty(path: str) -> None:
-    """Create an empty file, unless there is one. Root's belongs to the folder's owner."""
+    """Create an empty file, unless there is one. If root does, the owner of its folder gets it."""
     with suppress(FileExistsError), new_file(path):
         pass
 
