@@ -20,7 +20,8 @@ UNREADABLE = "SQLITE_NOTADB", "SQLITE_CORRUPT"  # not even page by page
 def page_size(engine: SQLite) -> int:
     """Of the database, in bytes. Raises Unavailable if it cannot be replaced."""
     with open_live(engine) as live:
-        return size_of(live)
+        [(size,)] = live.execute("PRAGMA page_size")
+    return int(size)
 
 
 def replace(engine: SQLite, new: SQLite, kept: str, committing: Callable[[], None]) -> None:
@@ -34,8 +35,6 @@ def replace(engine: SQLite, new: SQLite, kept: str, committing: Callable[[], Non
         closing(new.open_to_read()) as source,
         engine.write_lock(),
     ):
-        if size_of(live) != size_of(source):
-            raise Unavailable(f"another program has changed it, try again: {engine.name}")
         # So that readers go on, and a kill leaves no -journal. Both read the schema, which may be
         # damaged: then SQLite has its defaults.
         for pragma in ("synchronous = FULL", "journal_mode = WAL"):
@@ -83,12 +82,6 @@ def open_live(engine: SQLite, kept: str = "") -> Iterator[SQLiteConnection]:
         raise type(outage)(f"{outage}; {hint}") from error
 
 
-def size_of(connection: SQLiteConnection) -> int:
-    """The size of its pages, in bytes."""
-    [(size,)] = connection.execute("PRAGMA page_size")
-    return int(size)
-
-
 def keep(live: SQLiteConnection, path: str) -> None:
     """Copy the database to this empty file, which like any backup is in no WAL mode."""
     with closing(sqlite3.connect(path)) as copy:
@@ -100,10 +93,10 @@ def keep(live: SQLiteConnection, path: str) -> None:
 
 
 class Refused(sqlite3.OperationalError):
-    """The copy cannot begin: another program has locked the database, or it is read-only."""
+    """The copy has not begun. READONLY is also that another program has changed the page size."""
 
 
 def raise_if_refused(status: int, _remaining: int, _pages: int) -> None:
     """For a lock, Python would try for ever."""
     if status & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_READONLY):
-        raise Refused("locked by another program, or read-only")
+        raise Refused("locked or changed by another program, or read-only")

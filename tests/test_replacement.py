@@ -224,7 +224,7 @@ def test_snapshot_of_a_reader_outlives_a_restore(old, database, file, plain_sql)
 
 
 def test_restore_gives_up_on_a_lock_of_another_program(old, database, file, foreign_lock):
-    with foreign_lock(), pytest.raises(Unavailable, match="^locked by another program, or read-on"):
+    with foreign_lock(), pytest.raises(Unavailable, match="^locked or changed by another"):
         restore(SQLite(database), file)
     assert kept_beside(database) == []
     assert [project["name"] for project in listed(old)] == ["old"]
