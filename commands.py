@@ -214,8 +214,11 @@ def ended_like_ctrl_c() -> Iterator[None]:
     try:
         yield
     finally:
-        for number, action in before.items():
-            set_action(number, action)
+        context = click.get_current_context(silent=True)
+        # A FlaskGroup is a program, which ends now. Any other process may go on.
+        if not context or not isinstance(context.find_root().command, FlaskGroup):
+            for number, action in before.items():
+                set_action(number, action)
 
 
 def set_action(number: signal.Signals, action: Any) -> None:
@@ -224,7 +227,7 @@ def set_action(number: signal.Signals, action: Any) -> None:
 
 
 def ignore_end_signals() -> None:
-    """Until `ended_like_ctrl_c` ends: the command must not fail after it has succeeded."""
+    """Until `ended_like_ctrl_c` ends, or the program: it must not fail after it has succeeded."""
     for number in END_SIGNALS:
         set_action(number, signal.SIG_IGN)
 

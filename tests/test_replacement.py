@@ -7,6 +7,7 @@ import shlex
 import shutil
 import signal
 import sqlite3
+import subprocess
 import sys
 import threading
 from contextlib import closing
@@ -24,6 +25,7 @@ from engines.sqlite import SQLite
 from helpers.running import (
     BIN,
     PROJECTS,
+    ROOT,
     TWO_WORKERS,
     Client,
     at_once,
@@ -33,7 +35,7 @@ from helpers.running import (
     run,
     wait_for,
 )
-from helpers.stores import fetch, listed
+from helpers.stores import listed
 
 
 @pytest.fixture
@@ -74,14 +76,10 @@ def restored_over(database, file):
     return command, re.fullmatch(r"GARDENING_DATABASE=\S+ \S+ -m flask restore (\S+)", command)[1]
 
 
-@pytest.mark.parametrize("mode", ["wal", "delete"])  # the latter if the service never opened it
 def test_database_in_use_has_the_new_contents_at_once_and_the_restore_is_undone(
-    old, database, file, plain_sql, mode
+    old, database, file
 ):
     """In the same file, with all that was acknowledged before in the file that is kept."""
-    if mode == "delete":
-        old.engine.close()
-        plain_sql.execute("PRAGMA journal_mode = DELETE")
     inode = os.stat(database).st_ino
     command, kept = restored_over(database, file)
     assert [project["name"] for project in listed(old)] == ["new"]
@@ -89,7 +87,6 @@ def test_database_in_use_has_the_new_contents_at_once_and_the_restore_is_undone(
     assert old.revoke_token(1) and old.find_caller(digest("ann's")) is None
     old.create_project("ann", {"name": "later"})
     assert os.stat(database).st_ino == inode
-    assert fetch(old, "PRAGMA journal_mode") == [("wal",)]
     assert names_in(kept) == ["old"]
     assert os.stat(kept).st_mode & 0o777 == 0o600
     run("sh", "-c", command)
@@ -97,9 +94,23 @@ def test_database_in_use_has_the_new_contents_at_once_and_the_restore_is_undone(
     assert [names_in(each) for each in kept_beside(database)] == [["old"], ["new", "later"]]
 
 
-def test_backup_and_restores_beside_clients_lose_nothing_and_refuse_nobody(
-    environment, database, file
+def test_database_that_the_service_never_opened_is_in_wal_mode_before_the_copy(
+    old, database, file, plain_sql
 ):
+    """Or a kill would leave a -journal, and nobody could read meanwhile."""
+    old.engine.close()
+    plain_sql.execute("PRAGMA journal_mode = DELETE")
+    modes = []
+
+    def look():
+        assert plain_sql.execute("SELECT name FROM project").fetchall() == [("old",)]
+        modes.extend(plain_sql.execute("PRAGMA journal_mode"))
+
+    restore(SQLite(database), file, committing=look)
+    assert modes == [("wal",)]
+
+
+def test_restores_beside_clients_lose_nothing_and_refuse_nobody(environment, database, file):
     """Nor does anybody read the old contents once a restore is over."""
     app = create_app({"DATABASE": database})
     token = app.test_cli_runner().invoke(args=["token", "create", "ann"]).output.split()[-1]
@@ -314,6 +325,18 @@ def test_signal_ends_a_restore_only_until_the_change_begins(database, file, stat
     assert received == [signal.SIG_IGN]
     assert names_in(database) == ["new"]
     assert {number: signal.getsignal(number) for number in signal.valid_signals()} == before
+
+
+def test_signal_after_the_first_line_is_too_late(environment, file):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        command = [BIN / "flask", "restore", file]
+        with subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE
+        ) as process:
+            assert process.stdout.readline().startswith(b"Restored: ")
+            process.send_signal(number)
+            assert process.stdout.read().startswith(b"To go back: ")
+        assert process.returncode == 0
 
 
 # Restores a file over a copy of the folder, in a process that ends, or that fails, at one of the
