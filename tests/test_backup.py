@@ -198,10 +198,6 @@ def test_backup_is_the_state_of_one_moment(store, file, tmp_path):
 FAULTS = {
     "another program's": ("PRAGMA application_id = 1", "the backup was made by another program"),
     "version 0": ("PRAGMA user_version = 0", "the backup was made by another program"),
-    "made before release 1.0.0": (
-        "PRAGMA application_id = 0x67617264; PRAGMA user_version = 5",
-        "the backup was made by another program, or copied by one that dropped its mark",
-    ),
     "newer": ("PRAGMA user_version = 99", "the backup was made by a newer release"),
     "missing table": ("DROP TABLE token", "no such table: token"),
     "view": (
@@ -242,11 +238,6 @@ FAULTS = {
         UPDATE sqlite_schema SET sql = CAST(sql || x'20ff' AS TEXT) WHERE name = 'token'""",
         "the backup is damaged",
     ),
-    "escape sequence in the schema": (
-        """PRAGMA writable_schema = ON;
-        UPDATE sqlite_schema SET sql = replace(sql, 'STRICT', '"\x1b[2J"') WHERE name = 'token'""",
-        r"malformed database schema \(token\) - unknown table option: \"\?\[2J\"",
-    ),
     # What SQLite would compute as it is read.
     "view of another type": (
         """DROP TABLE part; CREATE VIEW part AS
@@ -284,10 +275,6 @@ FAULTS = {
     "line break in a note": (
         "UPDATE token SET note = 'x' || char(10) WHERE id = 2",
         r"`token create` would refuse or change 'x\\n'",
-    ),
-    "long note": (
-        "UPDATE token SET note = printf('%.1000000c', 'x')",
-        f"`token create` would refuse or change '{'x' * 300}'",
     ),
 }
 
@@ -389,15 +376,6 @@ def test_file_that_is_no_backup_is_refused_in_one_line(database, tmp_path):
     assert not os.path.exists(database)
 
 
-def test_refusal_names_the_whole_path(target, tmp_path, monkeypatch):
-    """On a server, a command runs in "/"."""
-    monkeypatch.chdir(tmp_path)
-    output = run_command(target, "restore", "", status=1)
-    assert output == f"Error: not a regular file: {tmp_path}\n"
-    output = run_command(target, "restore", "y.db", status=1)
-    assert output == f"Error: No such file or directory: {tmp_path}/y.db\n"
-
-
 def test_restore_only_reads_the_file(target, tmp_path):
     """Even a plain copy, whose -wal holds what is new."""
     file, copy = str(tmp_path / "source.db"), tmp_path / "copy"
@@ -452,15 +430,6 @@ def test_signal_ends_a_backup_like_ctrl_c(store, database, file):
     assert list(folder.glob("gardening-*.partial*")) == []
 
 
-def test_copy_is_beside_the_data_and_not_in_tmp(
-    source, database, file, another_database, monkeypatch
-):
-    """On Debian 13, /tmp is memory."""
-    monkeypatch.setattr("tempfile.tempdir", "/no/such/folder")
-    run_command(database, "backup", file)
-    run_command(another_database, "restore", file)
-
-
 def test_file_that_appears_during_a_backup_is_not_replaced(file):
     with pytest.raises(FileExistsError), new_file(file) as unnamed:
         Path(unnamed).write_text("a backup")
@@ -492,21 +461,6 @@ def test_backup_knows_every_column(plain_sql, open_store):
     known = {(table, name) for table, names in COLUMNS.items() for name in names}
     known.add(("account", "project_count"))
     assert set(plain_sql.execute(select)) == known
-
-
-def test_database_in_memory_is_backed_up(file, target_store):
-    with closing_store(":memory:") as store:
-        store.create_project("ann", {"name": "Park"})
-        backup(store.engine, file)
-    restore(target_store.engine, file)
-    [project] = json.loads(target_store.list_projects("ann").document)
-    assert project["name"] == "Park"
-
-
-def test_restore_where_no_file_can_be_created_says_so(filled):
-    """/proc takes no files, whoever asks."""
-    printed = run_command("/proc/gardening.db", "restore", filled, status=1)
-    assert re.fullmatch("Error: No such file or directory: /proc/[^\n]+\n", printed)
 
 
 def test_restore_creates_the_folder_of_the_default_database(filled, tmp_path):
@@ -591,10 +545,6 @@ CREATE VIEW "a ""view" AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i FR
     SELECT i FROM n;
 CREATE TRIGGER endless AFTER UPDATE ON account
     BEGIN INSERT INTO theirs SELECT i FROM "a ""view"; END;
-CREATE TRIGGER shouting AFTER UPDATE ON account
-    BEGIN INSERT INTO theirs SELECT i FROM "a ""view"; END;
-PRAGMA writable_schema = ON;
-UPDATE sqlite_schema SET type = 'TRIGGER' WHERE name = 'shouting';
 CREATE TRIGGER instead INSTEAD OF INSERT ON "a ""view" BEGIN SELECT 1; END;
 """
 

@@ -175,23 +175,3 @@ def test_service_runs_without_pytest_for_the_time_of_a_with(their_environment):
     command = [sys.executable, "-Werror", "-c", RUNNING]
     ended = running.run(*command, folder="/", environment=theirs)
     assert refuses(ended.stdout.strip())
-
-
-# What eventlet.monkey_patch() leaves of what can wait for a pipe.
-PATCH = """
-import select, selectors
-for module in (select, selectors):
-    for name in ("poll", "epoll", "kqueue", "PollSelector", "EpollSelector", "KqueueSelector"):
-        vars(module).pop(name, None)
-selectors.DefaultSelector = selectors.SelectSelector
-"""
-IMPORT = "from gardening_service import client"
-
-
-@pytest.mark.skipif(sys.version_info >= (3, 15), reason="Popen.wait itself needs select.poll there")
-@pytest.mark.parametrize("parts", [(IMPORT, PATCH), (PATCH, IMPORT)], ids=["late", "early"])
-def test_service_can_be_started_after_eventlet_has_patched_python(their_environment, parts):
-    """As in a conftest.py, before which pytest imports the fixtures, or at the top of a test."""
-    theirs = their_environment | {"PYTHONPATH": str(ROOT / "testservice")}
-    script = "\n".join((*parts, "with client.run_service() as service:", "    print(service.url)"))
-    running.run(sys.executable, "-c", script, folder="/", environment=theirs)

@@ -284,16 +284,6 @@ def test_standard_output_may_be_closed(environment):
     run("sh", "-c", 'exec "$0" --check-config >&-', BIN / "gunicorn", environment=environment)
 
 
-LONG = "x" * 195  # behind five characters, the longest that is shown
-
-
-@pytest.mark.parametrize("cut, mark", [("", ""), ("y", "...")], ids=["whole", "cut"])
-def test_long_path_and_request_id_are_cut_visibly(log, cut, mark):
-    """Or one client could fill the log, with 8 KB a line."""
-    [line] = log(f"GET /path{LONG}{cut}?q HTTP/1.1\r\nX-Request-Id: 12345{LONG}{cut}")
-    assert f'"GET /path{LONG}{mark}" 404 ' in line and line.endswith(f" 12345{LONG}{mark}")
-
-
 def closed_pipe():
     reader, writer = os.pipe()
     os.close(reader)

@@ -9,7 +9,6 @@ from functools import partial
 
 import pytest
 
-from engines import migrations
 from engines.backup import COLUMNS, backup
 from engines.errors import Unavailable
 from engines.migrations import SCHEMA_VERSION
@@ -190,8 +189,6 @@ REFUSED = [  # and the marks on SQLite and PostgreSQL
     ),
     (FOREIGN, "user_version = 0", "gardening-project-service, schema version 0"),
     (FOREIGN, "application_id = 1", "schema version {}"),
-    # What was made before release 1.0.0.
-    (FOREIGN, "application_id = 0x67617264", "Gardening Project Service, schema version 1"),
 ]
 
 
@@ -226,25 +223,3 @@ def test_database_with_foreign_tables_is_left_alone(open_store, plain_sql):
     with pytest.raises(Unavailable, match="made by another program"):
         open_store()
     assert plain_sql.execute(count).fetchall() == [(1,)]
-
-
-# The half of PostgreSQL, for those who have no server
-
-
-def test_both_engines_have_the_same_versions():
-    later = set(range(2, SCHEMA_VERSION + 1))
-    assert set(migrations.SQLITE) == set(migrations.POSTGRESQL) == later
-
-
-def columns_in(file):
-    """The columns of each table."""
-    tables = re.findall(
-        r"CREATE TABLE (\w+) \((.*?)^\)", (ROOT / file).read_text(), re.DOTALL | re.MULTILINE
-    )
-    return {name: re.findall(r"(?m)^    ([a-z_]+) ", body) for name, body in tables}
-
-
-def test_both_engines_have_the_same_tables_and_columns():
-    tables = columns_in("engines/sqlite.sql")
-    assert tables == columns_in("engines/postgresql.sql")
-    assert tables["token"] == ["id", "account", "digest", "created_at", "expires_at", "note"]

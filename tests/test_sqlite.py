@@ -5,7 +5,6 @@ import os
 import re
 import sqlite3
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,10 +13,9 @@ import pytest
 
 from app import create_app
 from engines.backup import backup, restore
-from engines.breaker import Breaker
 from engines.errors import OutcomeUnknown, Unavailable
 from engines.sqlite import SQLite, SQLiteConnection
-from helpers.running import LIMIT, at_once, closing_store, retry_while_unavailable, run, wait_for
+from helpers.running import at_once, closing_store, retry_while_unavailable, run, wait_for
 from helpers.stores import (
     REFUSED_BY_BREAKER,
     fails,
@@ -255,14 +253,6 @@ def test_impossible_path_is_refused(tmp_path, path, reason):
         SQLite(path).open_database(creates=True)
 
 
-def test_python_whose_sqlite_is_too_old_is_refused(monkeypatch):
-    monkeypatch.setattr(sqlite3, "sqlite_version_info", (3, 34, 1))
-    monkeypatch.setattr(sqlite3, "sqlite_version", "3.34.1")
-    reason = "^this Python has SQLite 3.34.1; the service needs 3.37 or later$"
-    with pytest.raises(ValueError, match=reason):
-        create_app({"DATABASE": ":memory:"})
-
-
 def test_python_whose_sqlite_has_no_json_is_refused(monkeypatch):
     connection = sqlite3.connect(":memory:")
     connection.create_function("json_object", -1, None)  # in place of the one that is there
@@ -290,23 +280,6 @@ def test_file_of_a_missing_database_is_neither_thrown_away_nor_used(
             use()
         assert Path(f"{database}{suffix}").read_text() == "acknowledged"
         assert not os.path.exists(database)
-
-
-def test_database_that_another_process_creates_is_not_taken_for_a_lost_one(tmp_path):
-    """The file comes first, and then its -wal, between any two looks for them."""
-    engines = [SQLite(str(tmp_path / str(number))) for number in range(3000)]
-
-    def create():
-        for engine in engines:
-            for suffix in ("", "-wal"):
-                Path(f"{engine.name}{suffix}").touch()
-
-    with ThreadPoolExecutor() as pool:
-        creating = pool.submit(create)
-        for engine in engines:
-            while engine.file.is_missing() and not creating.done():
-                pass
-        creating.result(LIMIT)
 
 
 def test_backup_deletes_no_file_that_a_journal_names(store, database, tmp_path):
@@ -352,20 +325,6 @@ def test_replaced_file_is_not_used_until_a_restart(
     assert listed(open_store()) == [read(park)]
 
 
-def test_write_that_met_the_removal_of_its_file_is_in_doubt(store, park, database, foreign_lock):
-    def is_sent():
-        frames = sys._current_frames().values()
-        return SQLiteConnection.fetch.__code__ in [frame.f_code for frame in frames]
-
-    with ThreadPoolExecutor() as pool:
-        with foreign_lock():
-            write = pool.submit(store.create_project, "ann", {})
-            wait_for(is_sent)
-            os.remove(database)
-        with pytest.raises(OutcomeUnknown, match="the database file was removed"):
-            write.result(LIMIT)
-
-
 # In memory
 
 
@@ -378,19 +337,6 @@ def test_memory_is_shared_by_threads_and_by_nobody_else(tmp_path, monkeypatch):
         with closing_store(":memory:") as other:
             assert listed(other) == []
     assert list(tmp_path.iterdir()) == []
-
-
-def test_reader_holds_no_writer_of_a_database_in_memory_up_for_too_short_a_time():
-    """Where SQLite lets nobody write meanwhile, a writer waits for longer than for a file."""
-    with closing_store(":memory:") as store, ThreadPoolExecutor() as pool:
-        store.create_project("ann", {})
-        with store.engine.snapshot() as connection:
-            connection.fetch("SELECT id FROM project", {})
-            writes = [pool.submit(store.create_project, "ann", {}) for _ in range(2)]
-            with lasts(2.6), suppress(TimeoutError):
-                writes[0].result(2.6)
-        for write in writes:
-            write.result(LIMIT)
 
 
 # Its locks
@@ -470,14 +416,6 @@ def test_lock_that_stops_readers_is_waited_for_once(store, park, plain_sql):
             store.get_project("ann", park.id)
     plain_sql.close()
     assert retry_while_unavailable(store.get_project, "ann", park.id) == park
-
-
-def test_half_open_breaker_admits_one_caller_in_five_seconds():
-    breaker = Breaker()
-    breaker.record_timeout()
-    retry_while_unavailable(lambda: breaker.admit() is None)
-    with lasts(4):
-        retry_while_unavailable(lambda: breaker.admit() is None)
 
 
 # Faults

@@ -193,19 +193,6 @@ def test_field_that_a_later_release_adds_changes_no_digest():
     assert fingerprint_of(today | {"notes": ""}) != fingerprint_of(today)
 
 
-def test_key_that_meets_the_deletion_of_its_account_is_no_defect(store):
-    """And no deadlock."""
-
-    def work(number):
-        for _ in range(20):
-            if number:
-                store.create_project("ann", {}, key="k")
-            else:
-                store.delete_account("ann")
-
-    at_once(work, 6)
-
-
 def spend(store, key, account="ann"):
     """Create a Project with this key, and delete it."""
     id = store.create_project(account, {"name": "Park"}, key).id

@@ -24,7 +24,6 @@ from helpers.running import (
     workers,
 )
 from helpers.testservice import call_projects, call_test_tokens, connect, refuses
-from testservice.__main__ import listen
 
 COMMAND = [sys.executable, "-E", "-m", "testservice"]
 
@@ -195,30 +194,6 @@ def test_chunked_body_is_in_the_journal_and_reaches_the_service(gardening):
     assert request["headers"]["Transfer-Encoding"] == "chunked"
 
 
-BROKEN = [b"x\r\n", b"5\r\n{\r\n", b"5\r\n{"]  # malformed, too long, cut short
-
-
-@pytest.mark.parametrize("body", BROKEN)
-def test_broken_body_is_a_request_like_any_other(gardening, body):
-    headers = f"Authorization: Bearer {gardening.token}\r\nContent-Type: {JSON}"
-    head = f"POST {PROJECTS} HTTP/1.1\r\nHost: x\r\n{headers}"
-    responses = []
-    gardening.plan(["none", "502"])
-    for _ in range(2):
-        with connect(gardening.url) as client:
-            client.connect()
-            client.sock.sendall(f"{head}\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
-            client.sock.sendall(body)
-            client.sock.shutdown(socket.SHUT_WR)
-            received = client.sock.makefile("rb").read()
-        head_of_response, content = received.split(b"\r\n\r\n")
-        problem = json.loads(content)
-        responses.append((head_of_response[9:12], problem["status"], "early" in problem["detail"]))
-    assert responses == [(b"400", 400, True), (b"502", 502, False)]
-    requests = [(each["method"], each["status"]) for each in gardening.requests]
-    assert requests == [("POST", 400), ("POST", 502)]
-
-
 def test_journal_has_of_a_long_body_what_the_service_reads(gardening):
     with connect(gardening.url, gardening.token) as client:
         assert client.fetch("POST", PROJECTS, bytes(200_000), **{"Content-Type": JSON})[0] == 413
@@ -360,13 +335,6 @@ def test_printed_address_can_be_called(start):
     assert_printed(start, "0.0.0.0", "127.0.0.1")
 
 
-def test_reader_that_goes_away_ends_the_service_without_a_word(start):
-    with start(stdin=subprocess.DEVNULL) as service:
-        service.stdout.close()
-        assert service.stderr.read() == ""
-        assert service.wait(LIMIT) == 0
-
-
 def test_client_that_does_not_close_its_connection_delays_nobody(gardening):
     request = "GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
     with socket.create_connection(("127.0.0.1", port_of(gardening.url))) as idle:
@@ -376,13 +344,6 @@ def test_client_that_does_not_close_its_connection_delays_nobody(gardening):
         started = time.monotonic()
         assert call_projects(gardening.url, gardening.token) == (200, [])
         assert time.monotonic() - started < 1
-
-
-def test_end_of_a_response_does_not_wait_for_an_acknowledgement():
-    with listen("127.0.0.1:0") as listener, socket.create_connection(listener.getsockname()):
-        connection, _ = listener.accept()
-        with connection:
-            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 OLD_SQLITE = """

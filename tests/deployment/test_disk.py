@@ -279,18 +279,6 @@ def test_restore_over_a_database_keeps_what_was_there_and_says_what_is_so(filled
     assert step > 3
 
 
-def test_backup_that_has_its_name_succeeds_whatever_cannot_be_removed(store, database, file):
-    environment, calls = environment_of(database), Path(f"{file}-calls")
-    trace = ["strace", "-f", "-qq", "-o", calls, "-e", "unlink"]
-    run(*trace, BIN / "flask", "backup", f"{file}-first", environment=environment)
-    removals = [line.endswith('.partial") = 0') for line in calls.read_text().splitlines()]
-    fault = [*STRACE, f"inject=unlink:error=EIO:when={removals.index(True) + 1}"]
-    run(*fault, BIN / "flask", "backup", file, environment=environment)
-    assert len([*Path(file).parent.glob("gardening-*.partial")]) == 1  # which was not removed
-    with closing(sqlite3.connect(file)) as connection:
-        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
-
-
 def test_write_whose_lock_fails_after_the_commit_is_in_doubt(store, park, database):
     """The second flock of a write is the one that unlocks."""
     fault = [*STRACE, "inject=flock:error=EIO:when=2"]

@@ -281,13 +281,6 @@ def test_command_uses_the_settings_alone(machine, token_of_ann):
     assert " ann\n" in printed and "strange" not in printed
 
 
-def test_help_of_the_command_names_it_and_what_is_for_operators(machine):
-    printed = machine.paste("gardening --help")
-    assert printed.startswith("Usage: gardening [OPTIONS] COMMAND")
-    commands = re.findall(r"(?m)^  (\S+)", printed.partition("Commands:\n")[2])
-    assert commands == ["account", "backup", "init-db", "restore", "token"]
-
-
 def test_command_has_a_status_and_runs_in_any_folder(machine):
     error = machine.paste("gardening token revoke 999", status=1)
     assert error == "Error: There is no token with the ID 999.\n"
@@ -345,14 +338,6 @@ def test_argument_of_the_command_is_taken_as_it_is(machine):
     machine.paste("gardening account delete dollar --yes")
 
 
-def test_command_asks_before_it_deletes(machine):
-    machine.paste("gardening token create eve 2>/dev/null")
-    printed = machine.paste("gardening account delete eve <<<y")
-    asked = "Delete the account eve with its Projects (0) and tokens (1)? [y/N"
-    assert asked in printed
-    assert " eve\n" not in machine.paste("gardening account list")
-
-
 def test_command_changes_no_backup(machine, no_backups):
     """Whoever runs code in the service may put a link to it in the place of the database."""
     machine.paste("systemctl start gardening-backup")
@@ -388,13 +373,6 @@ def test_backup_of_the_command_is_where_its_path_leads_or_nowhere(machine):
     for refused in ("/tmp/c.db", "var/lib/gardening/a.db", "/nowhere/a.db"):
         machine.paste(f"cd /root && gardening backup {refused}", status=1)
     machine.paste("rm -r /srv/b /tmp/l /tmp/*.db")
-
-
-def test_name_of_a_folder_is_no_line_of_a_unit(machine):
-    """Which systemd would run as root, once it has read its units again."""
-    folder = r"$'/run/x\nExecStopPost=+/bin/touch /run/forged\ny'"
-    backup = f"mkdir -p {folder} && cd {folder} && gardening backup a.db"
-    assert "has a control character" in machine.paste(backup, status=1)
 
 
 def test_command_keeps_what_it_copies_on_a_disk(machine, token_of_ann):
@@ -928,12 +906,6 @@ def test_file_of_root_may_have_any_name(machine, account_with_backup, create):
 def test_standard_input_of_root_is_restored(machine, account_with_backup):
     assert "Restored: " in machine.paste(f"cat {BACKUPS}/* | gardening restore -")
     assert names(machine, account_with_backup) == ["Park"]
-
-
-def test_two_restores_at_once_are_both_done(machine, account_with_backup):
-    printed = machine.paste(f"cd; {RESTORE} & {RESTORE}; wait $!")
-    assert printed.count("Restored: ") == 2
-    wait_for(lambda: names(machine, account_with_backup) == ["Park"])
 
 
 # Ends a restore, with all its group, once its unit has started.

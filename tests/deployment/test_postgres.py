@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import secrets
 import signal
 import socket
 import sys
@@ -14,7 +13,6 @@ from contextlib import closing, contextmanager, suppress
 import psycopg
 import pytest
 
-from app import create_app
 from auth import digest
 from deployment.servers.pgserver import BINARIES, WAITS, backends, execute, silence, start_pgserver
 from engines.backup import backup, restore
@@ -30,7 +28,6 @@ from helpers.later_release import copy_later_release
 from helpers.running import (
     BIN,
     LIMIT,
-    PROJECTS,
     at_once,
     closing_store,
     environment_of,
@@ -499,20 +496,6 @@ def test_ids_of_tokens_go_on_after_those_that_are_there(database, another_databa
     assert store.add_token("ann", b"3") == 2**48 + 9
 
 
-def test_token_issued_at_once_with_others_after_a_logical_replication_is_there_or_refused(
-    database, store
-):
-    def issue(_):
-        return store.add_token("ann", secrets.token_bytes())
-
-    outcomes = []
-    for _ in range(8):
-        execute(database, "ALTER SEQUENCE token_id_seq RESTART")
-        outcomes += at_once(issue, errors=Unavailable)
-    ids = [outcome for outcome in outcomes if isinstance(outcome, int)]
-    assert sorted(ids) == [token.id for token in store.list_tokens()]
-
-
 def test_restore_into_a_database_in_use_holds_up_nobody(database, another_database, open_store):
     """It is refused before it waits for the lock, which another writer has."""
     file = f"{another_database}-backup"
@@ -545,16 +528,6 @@ HOSTS = {
 @pytest.mark.parametrize("url", HOSTS)
 def test_name_has_hosts_and_ports_but_no_user(url):
     assert PostgreSQL(f"postgresql://{url}").name == f"postgresql://{HOSTS[url]}"
-
-
-def test_etag_that_postgresql_cannot_read_matches_nothing(database, store):
-    app = create_app({"DATABASE": database})
-    store.add_token("ann", digest("t"))
-    id = store.create_project("ann", {}).id
-    headers = {"Authorization": "Bearer t", "If-Match": '"1\0"'}
-    path = f"{PROJECTS}/{id}"
-    assert app.test_client().put(path, json={}, headers=headers).status_code == 412
-    app.extensions["store"].engine.close()
 
 
 def test_page_skips_projects_in_an_index_without_their_texts(store):
@@ -660,17 +633,6 @@ def test_statements_have_time_however_many_hosts_are_silent(database, store):
         hosts = f"127.0.0.1:{silent.getsockname()[1]}," * 3 + "127.0.0.1"
         with closing_store(database.replace("127.0.0.1", hosts)) as passing:
             assert passing.list_tokens() == []
-
-
-@pytest.mark.parametrize("hosts", ["127.0.0.1:1", "127.0.0.1:1,127.0.0.2:1,127.0.0.1:1"])
-def test_outage_of_several_hosts_names_each_reason_once(hosts):
-    refusal = fails(Unavailable, "^connection failed: ")
-    with refusal as failure, closing_store(f"postgresql://ann@{hosts}/x") as store:
-        store.check()
-    reason = str(failure.value)
-    assert reason.count("Is the server running") == 1
-    for address in ("127.0.0.1", "127.0.0.2"):
-        assert reason.count(address) == (address in hosts)
 
 
 def test_silent_host_before_one_that_refuses_holds_up_a_single_caller():

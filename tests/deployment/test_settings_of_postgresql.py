@@ -96,12 +96,6 @@ def test_transaction_of_a_command_may_be_idle(plain_store, postgresql):
         connection.fetch("SELECT 1", {})
 
 
-def test_command_that_reads_little_needs_no_temporary_file(plain_store, postgresql):
-    for setting, value in [("work_mem", "64kB"), ("temp_file_limit", "0")]:
-        change(postgresql, setting, value)
-    assert plain_store.list_tokens() == []
-
-
 def test_transaction_of_a_command_may_take_long(plain_store, postgresql):
     select = "SELECT 1 FROM pg_settings WHERE name = 'transaction_timeout'"
     if not execute(postgresql, select):
