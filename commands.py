@@ -282,7 +282,7 @@ def echo_success(line: str, err: bool = False) -> None:
     try:
         click.echo(line, err=err)
     except (OSError, UnicodeError):
-        # Python would flush the line once more at its exit, and end with status 120.
+        # Or Python would flush it again as it exits, fail, and end with status 120.
         setattr(sys, "stderr" if err else "stdout", StringIO())
 
 

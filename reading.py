@@ -81,9 +81,8 @@ def read_precondition() -> Precondition:
 
 
 def etags_in(header: ETags, include_weak: bool) -> list[str]:
-    # Werkzeug parses an empty ETag as None, and PostgreSQL refuses U+0000. No ETag of ours is
-    # either of them.
-    return [etag for etag in header.as_set(include_weak) if etag and "\0" not in etag]
+    # Werkzeug parses an empty ETag as None.
+    return [etag for etag in header.as_set(include_weak) if etag]
 
 
 def reject_constant(name: str) -> NoReturn:

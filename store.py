@@ -101,7 +101,7 @@ DAY = 86_400_000  # milliseconds
 MAX_PROJECTS = 10_000  # of an account, unless a setting says otherwise
 KEY_MEMORY = 10_000  # how many Projects an account creates before it forgets a spent key
 ALWAYS = Precondition()
-WHOLE = Page(0, 2**63 - 1)  # the list as one page; no database takes a larger LIMIT
+WHOLE = Page(0, 2**63 - 1)  # the whole list: the largest LIMIT that a database takes
 ATTEMPTS = 2  # at a change of a Project; `_check_condition` has the reasons
 
 
@@ -203,8 +203,8 @@ class Store:
     def _check_condition(self, account: str, id: str, condition: Precondition) -> None:
         """Raises NotFound, or Stale if the condition rules out the Project's ETag.
 
-        If it raises nothing, the change should be tried once more: the Project has changed since,
-        or Citus has missed it while its account moved to another node.
+        If it returns, try the change again: the Project has changed since, or Citus has missed it
+        while its account moved to another node.
         """
         if not condition.allows(self.get_project(account, id).etag):
             raise Stale
@@ -252,8 +252,6 @@ class Store:
             if not rows:  # PostgreSQL's logical replication has copied the tokens, but no sequence
                 connection.advance_token_sequence()
                 rows = connection.fetch(insert, token)
-        if not rows:
-            raise Unavailable("another token was issued at the same moment: try again")
         return int(rows[0][0])
 
     def find_caller(self, digest: bytes) -> Caller | None:

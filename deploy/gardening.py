@@ -89,7 +89,7 @@ def resolve(path: str) -> tuple[str, bool]:
     found = os.lstat(path)
     if stat.S_ISLNK(found.st_mode) and found.st_uid == 0:
         return resolve(os.path.join(folder, os.readlink(path)))
-    # A file may be anybody's: the folders around it decide who can put one there.
+    # Who owns a file does not matter: its folders decide who can put one there.
     is_shared = found.st_uid != 0 or found.st_mode & 0o022
     return path, stat.S_ISREG(found.st_mode) or not is_shared
 
@@ -108,9 +108,9 @@ def run(kind: str, words: list[str], access: Sequence[str] = (), stdin: int | No
     """Run the command in a unit of this kind. Returns its status.
 
     The service's user must not get root's terminal, from which it could read what root types next.
-    If all three streams are a terminal, --pty makes another one: not for a restore, which would
-    take what is pasted after it. Otherwise, the command reads nothing from a terminal, and writes
-    to one through cat. A single cat keeps the lines of both in order.
+    If all three streams are a terminal, --pty makes another one, but not for a restore: it would
+    swallow what is pasted after it. Otherwise, the command reads no terminal, and writes to one
+    through cat, which keeps the lines of both streams in order.
     """
     terminals = [stream for stream in range(3) if os.isatty(stream)]
     if kind == "command" and len(terminals) == 3:

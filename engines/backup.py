@@ -199,7 +199,7 @@ def open_backup(path: str) -> sqlite3.Connection:
     # To read a copy of a database in WAL mode, SQLite creates files beside it.
     if os.access(os.path.dirname(path), os.W_OK):
         return sqlite3.connect(uri, uri=True)
-    # Where it cannot, it has to believe that nothing changes the file. Then it ignores a -wal.
+    # Where it cannot, the file has to be opened as immutable, and SQLite ignores a -wal.
     if os.path.exists(f"{path}-wal"):
         raise BadBackup("copy it and its -wal to a folder that can be written to")
     return sqlite3.connect(f"{uri}&immutable=1", uri=True)
@@ -228,8 +228,7 @@ def copy_file(path: str, to: str) -> None:
     with closing(sqlite3.connect(to)) as copy:  # reads the schema anew
         copy.execute("PRAGMA ignore_check_constraints = ON")
         for table in COLUMNS:
-            xinfo = "SELECT 1 FROM pragma_table_xinfo(?) WHERE hidden <> 0"
-            if copy.execute(xinfo, [table]).fetchall():
+            if copy.execute(f"SELECT 1 FROM pragma_table_xinfo('{table}') WHERE hidden").fetchall():
                 raise BadBackup(f"the table {table} has a generated column")
             [(found,), *_] = copy.execute(f"PRAGMA integrity_check({table})")
             if found != "ok":
@@ -256,8 +255,8 @@ def copy_rows(
 
     The Projects of each account are counted anew. Raises Unavailable unless the target is empty.
     """
-    # If both are SQLite, an error of the source is reported with the name of the target. It is
-    # rare: `copy_file` has checked the source.
+    # If both are SQLite, an error of the source names the target. That is rare, since `copy_file`
+    # has checked the source.
     with source.snapshot() as reader, target.writer(in_transaction=True) as writer:
         writer.extend_timeouts()
         require_empty(writer)  # before the lock, which would hold up the writers of a live database
@@ -284,6 +283,6 @@ def copy_table(reader: Connection, writer: Connection, table: str, progress: Pro
     columns = COLUMNS[table]
     [(count,)] = reader.fetch(f"SELECT count(*) FROM {table}", {})
     rows = reader.stream(f"SELECT {', '.join(columns)} FROM {table}")
-    # This ends the query before its connection closes, even if a row is refused.
+    # Ends the query before its connection closes, even if a row is refused.
     with closing(rows), closing(progress(rows, count, table)) as passed_on:
         writer.insert(table, columns, passed_on)

@@ -16,7 +16,7 @@ class Breaker:
     """
 
     def __init__(self) -> None:
-        # Until then everybody is refused, on the clock of time.monotonic(); None: it is closed.
+        # Everybody is refused until then (time.monotonic()). None: the breaker is closed.
         self._retry_at: float | None = None
 
     def admit(self) -> None:

@@ -36,8 +36,8 @@ class DatabaseFile:
             self.check_identity()
 
     def is_missing(self) -> bool:
-        """Whether this object has seen no file yet. Raises Unavailable if none may be created."""
-        # In this order, since a process that creates all of them makes the database first.
+        """Whether no file was ever seen. Raises Unavailable if none may be created."""
+        # Looked for first: whoever creates these has created the database before.
         others = [path for path in (self._wal, self._journal) if os.path.lexists(path)]
         if self._id or os.path.exists(self.path):
             return False

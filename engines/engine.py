@@ -109,7 +109,7 @@ class Engine(ABC):
                 acquisition.may_have_committed = True
                 connection.commit()
             else:
-                # From here on, an error may follow the commit: the statement commits by itself.
+                # The statement commits by itself, so an error may come after the commit.
                 acquisition.may_have_committed = True
                 yield connection
 
@@ -162,7 +162,7 @@ class Acquisition:
     def __init__(self, engine: Engine, writes: bool = False) -> None:
         self._engine = engine
         self._breaker = engine.write_breaker if writes else engine.read_breaker
-        # Whether what fails now may have been committed: only Engine.writer knows.
+        # Set by Engine.writer: whether an error may come after the commit.
         self.may_have_committed = False
 
     def __enter__(self) -> Connection:

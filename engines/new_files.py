@@ -28,7 +28,7 @@ def new_file(path: str) -> Iterator[str]:
         give_name(partial, path)
         sync_folder(folder)
     finally:
-        # By now the file has its name, or an error is on its way: a failure here changes neither.
+        # The file has its name, or an error is being raised: a failure here must not hide that.
         remove(partial, f"{partial}-journal")  # SQLite leaves the latter on a full disk
 
 
@@ -39,7 +39,7 @@ def give_name(partial: str, path: str) -> None:
         return
     # A kill after this leaves an empty file, which is neither a backup nor a database with tables.
     os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
-    if os.path.getsize(partial):  # otherwise, another process may have begun to fill the new file
+    if os.path.getsize(partial):  # an empty one could replace what another process has written
         try:
             os.rename(partial, path)
         except BaseException:

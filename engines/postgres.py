@@ -77,10 +77,6 @@ SET standard_conforming_strings = on;
 SELECT set_config('synchronous_commit', 'on', false)
 WHERE current_setting('synchronous_commit') IN ('off', 'local');
 """
-# psycopg gives the last host's reason first, and then, behind these words, the reason of each host.
-OF_SEVERAL_HOSTS = re.compile(
-    r"(?m)^Multiple connection attempts .*$|^- host: '[^']*', port: '[^']*'(, hostaddr: '[^']*')?: "
-)
 IS_ON_CLUSTER = "SELECT EXISTS (SELECT FROM pg_extension WHERE extname = 'citus')"
 
 
@@ -334,7 +330,7 @@ class PostgreSQL(Engine):
 
     def _open(self) -> PostgreSQLConnection:
         """Connect. If a host is silent on the way, the first one is tried last from now on."""
-        # Read once: another thread may change the order of the hosts meanwhile.
+        # Read once, as another thread may reorder the hosts.
         started, parameters = time.monotonic(), self._parameters
         try:
             connection = self._connection_class.connect(
@@ -356,7 +352,7 @@ class PostgreSQL(Engine):
         return connection
 
     def _has_met_silence(self, started: float) -> bool:
-        """Whether a host was silent: only the time shows it, since an error is the last host's."""
+        """Whether a host was silent. Only the time tells: the error is that of the last host."""
         return time.monotonic() - started >= self._connect_timeout
 
     def is_timeout(self, error: BaseException) -> bool:
@@ -433,6 +429,4 @@ def is_lost(error: psycopg.Error) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """The error on one line. If several hosts have failed, each reason is there once."""
-    lines = OF_SEVERAL_HOSTS.sub("", str(error)).splitlines()
-    return " ".join(dict.fromkeys(" ".join(line.split()) for line in lines if line))
+    return " ".join(str(error).split())

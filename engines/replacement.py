@@ -14,8 +14,6 @@ from engines.migrations import APPLICATION_ID, FOREIGN, incompatibility
 from engines.new_files import new_file, remove
 from engines.sqlite import SQLite, SQLiteConnection
 
-UNREADABLE = "SQLITE_NOTADB", "SQLITE_CORRUPT"  # not even page by page
-
 
 def page_size(engine: SQLite) -> int:
     """Of the database, in bytes. Raises Unavailable if it cannot be replaced."""
@@ -35,8 +33,8 @@ def replace(engine: SQLite, new: SQLite, kept: str, committing: Callable[[], Non
         closing(new.open_to_read()) as source,
         engine.write_lock(),
     ):
-        # So that readers go on, and a kill leaves no -journal. Both read the schema, which may be
-        # damaged: then SQLite has its defaults.
+        # So that readers go on, and a kill leaves no -journal. Both read the schema; if that is
+        # damaged, SQLite's defaults hold.
         for pragma in ("synchronous = FULL", "journal_mode = WAL"):
             with suppress(sqlite3.Error, UnicodeDecodeError):
                 live.execute(f"PRAGMA {pragma}")
@@ -58,8 +56,7 @@ def open_live(engine: SQLite, kept: str = "") -> Iterator[SQLiteConnection]:
     """A connection to the database, of any release, that reads no table.
 
     Raises Unavailable for another program's database, and for an error of SQLite or the system in
-    the block. If the file `kept` is there by then, that is OutcomeUnknown, unless SQLite has rolled
-    back.
+    the block; once the file `kept` is there, OutcomeUnknown, unless SQLite has surely rolled back.
     """
     try:
         with closing(engine.open_unread()) as live:
@@ -75,7 +72,7 @@ def open_live(engine: SQLite, kept: str = "") -> Iterator[SQLiteConnection]:
             hint = f"what was there is kept in {kept}"
             if not isinstance(outage, OutcomeUnknown):
                 hint = f"nothing was changed, and {hint}"
-        elif getattr(error, "sqlite_errorname", None) in UNREADABLE:
+        elif getattr(error, "sqlite_errorname", "") in ("SQLITE_NOTADB", "SQLITE_CORRUPT"):
             hint = "stop the service, and move it away with its -wal, -shm and -journal"
         else:
             raise outage from error
@@ -93,7 +90,7 @@ def keep(live: SQLiteConnection, path: str) -> None:
 
 
 class Refused(sqlite3.OperationalError):
-    """The copy has not begun. READONLY is also that another program has changed the page size."""
+    """The copy has not begun. SQLite also says READONLY if the page size has changed."""
 
 
 def raise_if_refused(status: int, _remaining: int, _pages: int) -> None:

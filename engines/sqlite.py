@@ -102,7 +102,7 @@ class SQLiteConnection(sqlite3.Connection, Connection):
             raise
 
     def fetch(self, sql: str, parameters: Parameters) -> Rows:
-        # A statement that returns rows commits only when all of them are fetched.
+        # A statement that returns rows commits only once all are fetched.
         return self.execute(sql, parameters).fetchall()
 
     def begin(self) -> None:

@@ -109,7 +109,7 @@ class TokenSchema(PlanSchema):
 
 
 class Issued(NamedTuple):
-    """A token. Its list and its deque change in single steps, so no thread needs a lock."""
+    """A token. Its list and its deque change atomically, so threads need no lock."""
 
     account: str
     id: int
@@ -191,23 +191,16 @@ class FailingService:
 
 
 def read_request(environ: WSGIEnvironment) -> dict[str, Any]:
-    """The request as the journal has it, without a response yet.
-
-    The application can still read its body, or fail to.
-    """
-    body = None
-    with suppress(Exception):  # it is malformed, or was cut short
-        body = environ["wsgi.input"].read(MAX_CONTENT_LENGTH)
-    environ["wsgi.input"] = copy = BytesIO(body or b"")
-    if body is None:
-        copy.close()  # so that the application cannot read it either
+    """The request as the journal has it, without a response yet."""
+    body = environ["wsgi.input"].read(MAX_CONTENT_LENGTH)
+    environ["wsgi.input"] = BytesIO(body)  # for the application
     headers = EnvironHeaders(environ)
     return {
         "method": environ["REQUEST_METHOD"],
         "path": environ["RAW_URI"],
         # Without the token, since tests print the journal.
         "headers": {k: v for k, v in headers if k != "Authorization"},
-        "body": (body or b"").decode(errors="replace"),
+        "body": body.decode(errors="replace"),
         "status": None,
     }
 

@@ -73,10 +73,7 @@ class Server(ThreadWorker):
         if any(events & select.POLLHUP for _, events in pipe.poll(0)):
             sys.exit(CLOSED)
         token = self.wsgi.token_for({})["token"]
-        try:
-            print(json.dumps({"url": self._url, "token": token}), flush=True)
-        except BrokenPipeError:  # nobody is left who would call it
-            end()
+        print(json.dumps({"url": self._url, "token": token}), flush=True)
         Thread(target=end_with, args=[pipe], daemon=True).start()
         super().run()
 
