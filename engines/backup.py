@@ -1,6 +1,7 @@
 """Backup and restore: a whole database as one SQLite file, from and to either engine."""
 
 import os
+import secrets
 import shutil
 import sqlite3
 import stat
@@ -8,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import gettempdir
 from typing import Any, NamedTuple
 
 from engines.connection import Connection
@@ -18,9 +19,9 @@ from engines.errors import OutcomeUnknown, Unavailable
 from engines.fields import FIELDS
 from engines.migrations import EMPTY, incompatibility
 from engines.names import is_account_name, is_note
-from engines.new_files import create_folder_of, new_file
+from engines.new_files import create_folder_of, new_file, remove
 from engines.replacement import page_size, replace
-from engines.sqlite import SQLite, inspect, raise_if_full
+from engines.sqlite import SQLite, raise_if_full, version_of
 
 # The columns of each table, but for what is counted. A restore fills the tables in this order:
 # `part` refers to `project`; and if a Project came before its account, SQLite's trigger would
@@ -51,8 +52,12 @@ COUNTS = (
     "SELECT count(*) FROM token",
 )
 # The names and notes in a backup: see engines/names.py.
-NAMES = "SELECT name FROM account UNION SELECT account FROM token UNION SELECT account FROM project"
+NAMES = """SELECT name COLLATE BINARY FROM account
+    UNION SELECT account FROM token UNION SELECT account FROM project"""
 NOTES = "SELECT note FROM token WHERE note IS NOT NULL"
+# Of a backup: ours are far below.
+MAX_LENGTH = 100_000  # bytes of a row, a text, or a statement of the schema
+MAX_DEFAULT = 20  # characters
 # Gets the rows of a table, their number and its name. Returns the rows, and may show how many of
 # them have been copied.
 Progress = Callable[[Generator[Any], int, str], Generator[Any]]
@@ -144,6 +149,7 @@ def checked_copy(file: str, folder: str, engine: Engine) -> Iterator[Engine]:
         with open(0, "rb", closefd=False) as stdin, open(file, "xb") as spooled:
             shutil.copyfileobj(stdin, spooled)
     copy_file(file, f"{folder}/copy")
+    remove(f"{folder}/spooled")  # the disk may need the room
     with closing(SQLite(f"{folder}/copy")) as source:  # its first use migrates it
         require_valid_names(source)
         yield source
@@ -173,16 +179,23 @@ def new_database(
         yield new, numbers
 
 
-def scratch(folder: str | None) -> TemporaryDirectory[str]:
+@contextmanager
+def scratch(folder: str | None) -> Iterator[str]:
     """A temporary folder for a copy: in this folder, which has room for the data, or in TMPDIR.
 
     In TMPDIR if another user owns this folder: that user could replace root's temporary folder by a
     link.
     """
     is_own = folder and os.path.isdir(folder) and os.stat(folder).st_uid == os.geteuid()
-    parent = folder if is_own else None
-    # A folder that is left over must not fail a restore that has committed.
-    return TemporaryDirectory(".partial", "gardening-", parent, ignore_cleanup_errors=True)
+    parent = folder if folder and is_own else gettempdir()
+    # Named first, so that a signal that arrives as it is created leaves nothing.
+    path = os.path.join(parent, f"gardening-{secrets.token_hex(8)}.partial")
+    try:
+        os.mkdir(path, 0o700)
+        yield path
+    finally:
+        # A folder that is left over must not fail a restore that has committed.
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def open_backup(path: str) -> sqlite3.Connection:
@@ -206,33 +219,50 @@ def open_backup(path: str) -> sqlite3.Connection:
 
 
 def copy_file(path: str, to: str) -> None:
-    """Copy the tables of a backup alone, and check ours. Raises BadBackup, sqlite3.Error."""
+    """Copy our tables of a backup, and check them. Raises BadBackup, sqlite3.Error."""
     with (
         closing(open_backup(path)) as file,
         closing(sqlite3.connect(to, isolation_level=None)) as copy,
     ):
-        version, _ = inspect(file)
+        file.execute("BEGIN")  # at the copy, Python would wait for a lock for ever
+        version = version_of(file)
         if version == EMPTY:
             raise BadBackup("the file is empty")
         if reason := incompatibility(version):
             raise BadBackup(f"the backup was {reason}")
         try:
             file.backup(copy)
-            # A view, a virtual table or an index can compute without end, and a migration would run
-            # triggers. SQLite goes by the statement, whatever the row has as its type.
-            copy.execute("PRAGMA writable_schema = ON")
-            copy.execute("DELETE FROM sqlite_schema WHERE sql NOT LIKE 'CREATE TABLE %'")
+            strip(copy)
         except sqlite3.OperationalError as error:
             raise_if_full(error, to)
             raise
-    with closing(sqlite3.connect(to)) as copy:  # reads the schema anew
         copy.execute("PRAGMA ignore_check_constraints = ON")
         for table in COLUMNS:
-            if copy.execute(f"SELECT 1 FROM pragma_table_xinfo('{table}') WHERE hidden").fetchall():
-                raise BadBackup(f"the table {table} has a generated column")
+            for _, name, _, _, default, _, hidden in copy.execute(f"PRAGMA table_xinfo({table})"):
+                # SQLite puts the default into each row that lacks the column.
+                if hidden or len(default or "") > MAX_DEFAULT:
+                    raise BadBackup(f"SQLite would compute the column {table}.{name}")
             [(found,), *_] = copy.execute(f"PRAGMA integrity_check({table})")
             if found != "ok":
                 raise BadBackup(f"the backup is damaged, {found}")
+
+
+def strip(copy: sqlite3.Connection) -> None:
+    """Leave our tables alone in its schema: SQLite runs or computes what else may be there."""
+    # Until then, a file can take time, but little at once, and a signal is handled in between.
+    copy.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_LENGTH)
+    copy.set_progress_handler(lambda: None, 1000)
+    if copy.execute("PRAGMA index_list(sqlite_schema)").fetchall():  # the deletion would use it
+        raise BadBackup("the backup has an index of its schema")
+    copy.execute("PRAGMA writable_schema = ON")
+    names = [*COLUMNS, "sqlite_sequence"]
+    # SQLite goes by the statement, whatever the row has as its type. (Names have to be right.)
+    copy.execute(
+        f"""DELETE FROM sqlite_schema WHERE sql NOT LIKE 'CREATE TABLE %'
+            OR lower(tbl_name) NOT IN ({", ".join("?" * len(names))})""",
+        names,
+    )
+    copy.execute("PRAGMA writable_schema = RESET")
 
 
 def require_valid_names(source: Engine) -> None:

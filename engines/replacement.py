@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 
 from engines.errors import OutcomeUnknown, Unavailable
-from engines.migrations import APPLICATION_ID, FOREIGN, incompatibility
+from engines.migrations import FOREIGN, incompatibility
 from engines.new_files import new_file, remove
-from engines.sqlite import SQLite, SQLiteConnection
+from engines.sqlite import SQLite, SQLiteConnection, version_of
 
 
 def page_size(engine: SQLite) -> int:
@@ -60,9 +60,7 @@ def open_live(engine: SQLite, kept: str = "") -> Iterator[SQLiteConnection]:
     """
     try:
         with closing(engine.open_unread()) as live:
-            [(application,)] = live.execute("PRAGMA application_id")
-            [(changes,)] = live.execute("PRAGMA schema_version")  # 0: it is empty
-            if application != APPLICATION_ID and changes:
+            if version_of(live) == FOREIGN:
                 raise Unavailable(f"the database was {incompatibility(FOREIGN)}: {engine.name}")
             yield live
     except (sqlite3.Error, OSError) as error:

@@ -120,12 +120,13 @@ class SQLiteConnection(sqlite3.Connection, Connection):
         self._file.remove_connection()
 
     def migrate(self, creates: bool) -> int:
-        found, is_wal = inspect(self)
-        if not self.scripts_for(found, creates) and is_wal:  # raises before anything changes
+        found = version_of(self)
+        [(mode,)] = self.execute("PRAGMA journal_mode")
+        if not self.scripts_for(found, creates) and mode == "wal":  # raises before any change
             return found
         with self._lock.hold():
             self.execute("PRAGMA journal_mode = WAL")  # which no transaction can set
-            found, _ = inspect(self)  # again: another process may have been first
+            found = version_of(self)  # again: another process may have been first
             script = (
                 "BEGIN IMMEDIATE",
                 *self.scripts_for(found, creates),
@@ -154,17 +155,17 @@ class SQLiteConnection(sqlite3.Connection, Connection):
         self.executemany(f"INSERT INTO {table} {values}", rows)
 
 
-def inspect(connection: sqlite3.Connection) -> tuple[int, bool]:
-    """The schema version, and whether the file is in WAL mode; a new one and a backup are not."""
-    [(application, version, mode, objects)] = connection.execute(
-        """SELECT application_id, user_version, journal_mode, (SELECT count(*) FROM sqlite_schema)
-        FROM pragma_application_id, pragma_user_version, pragma_journal_mode"""
+def version_of(connection: sqlite3.Connection) -> int:
+    """The schema version, or EMPTY, or FOREIGN. All is on the first page; no schema is read."""
+    changes, application, version = (
+        # In this order, since another process may create the tables meanwhile.
+        connection.execute(f"PRAGMA {name}").fetchone()[0]
+        for name in ("schema_version", "application_id", "user_version")
     )
-    if not objects:
-        version = migrations.EMPTY
-    elif application != migrations.APPLICATION_ID or version < 1:
-        version = migrations.FOREIGN
-    return version, mode == "wal"
+    if not changes and application in (0, migrations.APPLICATION_ID):
+        return migrations.EMPTY
+    is_ours = application == migrations.APPLICATION_ID and version > 0
+    return int(version) if is_ours else migrations.FOREIGN
 
 
 def raise_if_full(error: sqlite3.Error, path: str) -> None:
@@ -208,7 +209,7 @@ class SQLite(Engine):
             self._lock = WriteLock(self.file, WRITE_TIMEOUT)
             self._busy_timeout = BUSY_TIMEOUT
             self.name = self.file.path
-            uri = Path(self.file.path).as_uri()
+            uri = Path(self.file.target).as_uri()  # wherever a link leads by then
             # rw: SQLite must not put an empty file in the place of a lost one.
             self._uri, self._uri_to_read = f"{uri}?mode=rw", f"{uri}?mode=ro"
 
@@ -243,8 +244,8 @@ class SQLite(Engine):
         uri = f"{Path(path).absolute().as_uri()}?vfs=unix"
         try:
             with closing(self.open_to_read()) as connection:
-                found, _ = inspect(connection)
-                connection.scripts_for(found, creates=False)  # raises, unless it is one of ours
+                # Raises, unless it is one of ours.
+                connection.scripts_for(version_of(connection), creates=False)
                 connection.fetch("VACUUM INTO :uri", {"uri": uri})
         except sqlite3.Error as error:
             raise_if_full(error, path)

@@ -253,7 +253,22 @@ FAULTS = {
     ),
     "generated column": (
         "ALTER TABLE token ADD COLUMN large BLOB AS (zeroblob(1000000000))",
-        "the table token has a generated column",
+        "SQLite would compute the column token.large",
+    ),
+    "long default": (  # which SQLite puts into each row that lacks the column
+        f"ALTER TABLE token ADD COLUMN large TEXT DEFAULT '{'x' * 50}'",
+        "SQLite would compute the column token.large",
+    ),
+    "index of the schema": (  # in which nothing would be found to be removed
+        """CREATE INDEX i ON token (note) WHERE note = 'none'; PRAGMA writable_schema = ON;
+        UPDATE sqlite_schema SET tbl_name = 'sqlite_master', sql = 'CREATE INDEX i
+            ON sqlite_master (sql) WHERE sql NOT LIKE ''CREATE TABLE %''' WHERE name = 'i'""",
+        "the backup has an index of its schema",
+    ),
+    "table under another name": (
+        """CREATE TABLE theirs (x AS (1), y); PRAGMA writable_schema = ON;
+        UPDATE sqlite_schema SET name = 'token', tbl_name = 'token' WHERE name = 'theirs'""",
+        r"malformed database schema \(token\)",
     ),
     # What `token create` refuses, since commands print it.
     "line break in a name": (
@@ -262,6 +277,11 @@ FAULTS = {
     ),
     "space after a name": (
         "UPDATE token SET account = 'ann '",
+        "`token create` would refuse or change 'ann '",
+    ),
+    "space after a name that a collation overlooks": (
+        """DROP TABLE account; CREATE TABLE account (name TEXT COLLATE RTRIM, last_seq INTEGER);
+        INSERT INTO account VALUES ('ann', 9), ('bob', 99); UPDATE token SET account = 'ann '""",
         "`token create` would refuse or change 'ann '",
     ),
     "name that is not in NFC": (
@@ -522,6 +542,10 @@ INSERT INTO _litestream_seq VALUES (1, 1);
 CREATE INDEX names ON project (account, lower(name)) WHERE name IS NOT NULL;
 CREATE VIEW largest AS SELECT account, count(*) FROM project GROUP BY account;
 ANALYZE;
+CREATE VIEW pragma_user_version AS
+    WITH RECURSIVE n(user_version) AS (SELECT 1 UNION ALL SELECT user_version FROM n)
+    SELECT user_version FROM n;
+CREATE TABLE pragma_table_xinfo (hidden);
 CREATE TABLE theirs (x CHECK (abs(x)));
 PRAGMA ignore_check_constraints = ON;
 INSERT INTO theirs VALUES (-9223372036854775808);
