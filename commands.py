@@ -29,6 +29,7 @@ from store import Store
 
 PROGRAM = "gardening"  # on a server
 END_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+MAX_ERROR = 2000  # characters; an error may quote a file
 MAX_DAYS = 1_000_000  # 2,700 years; Python's dates end with the year 9999
 
 
@@ -56,7 +57,7 @@ def failures() -> Iterator[None]:
     except (click.ClickException, click.Abort, click.exceptions.Exit, BrokenPipeError):
         raise  # click knows these
     except (BadName, BadNote, BadBackup, Unavailable, OSError) as error:
-        line = " ".join(str(error).splitlines())
+        line = " ".join(str(error)[:MAX_ERROR].splitlines())
         if isinstance(error, OutcomeUnknown):
             line += "; the change may have been made, or not"
         raise click.ClickException(printable(line)) from error
@@ -73,6 +74,10 @@ def traceback_of(error: BaseException) -> str:
 def printable(line: str) -> str:
     """Without escape sequences, which the terminal would obey, whoever wrote them into the file."""
     return "".join(each if is_printable(each) else "?" for each in line)
+
+
+def echo(line: str, err: bool = False) -> None:
+    click.echo(printable(line), err=err)
 
 
 account_commands = Group("account", help="List and delete accounts.")
@@ -110,8 +115,7 @@ def list_tokens(account: str | None) -> None:
     click.echo(line.format("ID", "CREATED (UTC)", "EXPIRES (UTC)", "ACCOUNT", "NOTE"))
     for token in tokens:
         times = utc(token.created_at), utc(token.expires_at)
-        text = line.format(token.id, *times, token.account, token.note or "").rstrip()
-        click.echo(printable(text))
+        echo(line.format(token.id, *times, token.account, token.note or "").rstrip())
 
 
 def utc(time: int | None) -> str:
@@ -159,7 +163,7 @@ def list_accounts() -> None:
     line = "{:>8}  {:>6}  {:16}  {}"
     click.echo(line.format("PROJECTS", "TOKENS", "CHANGED (UTC)", "ACCOUNT"))
     for name, projects, tokens, changed_at in accounts:
-        click.echo(printable(line.format(projects, tokens, utc(changed_at), name)))
+        echo(line.format(projects, tokens, utc(changed_at), name))
 
 
 @account_commands.command("delete")
@@ -176,10 +180,10 @@ def delete_account(account: str, yes: bool) -> None:
     if found is None:
         raise click.ClickException(f"There is no account {name}.")
     if not yes:
-        if sys.stdin is None:
-            raise click.ClickException("Nobody can be asked: standard input is closed. Use --yes.")
+        if None in (sys.stdin, sys.stdout, sys.stderr):
+            raise click.ClickException("Nobody can be asked: a stream is closed. Use --yes.")
         _, projects, tokens, _ = found
-        numbers = f"Projects ({projects}) and tokens ({tokens})"
+        numbers = printable(f"Projects ({projects}) and tokens ({tokens})")
         click.confirm(f"Delete the account {name} with its {numbers}?", abort=True)
     store.delete_account(name)
 
@@ -200,7 +204,7 @@ def open_database() -> None:
 def report_if_new(engine: Engine, is_new: bool) -> None:
     """Say that a database was created: the old one may be lost, or the path mistyped."""
     if is_new:
-        click.echo(f"A new database: {engine.name}", err=True)
+        echo(f"A new database: {engine.name}", err=True)
 
 
 @contextmanager
@@ -209,8 +213,8 @@ def ended_like_ctrl_c() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in END_SIGNALS}
     for number, action in before.items():
         # Unless something else has chosen an action for it, as nohup does.
-        if action == signal.SIG_DFL:
-            set_action(number, signal.default_int_handler)
+        if action in (signal.SIG_DFL, signal.default_int_handler):
+            set_action(number, interrupt)
     try:
         yield
     finally:
@@ -219,6 +223,12 @@ def ended_like_ctrl_c() -> Iterator[None]:
         if not context or not isinstance(context.find_root().command, FlaskGroup):
             for number, action in before.items():
                 set_action(number, action)
+
+
+def interrupt(*_: object) -> None:
+    """As Ctrl-C does, but once: a second signal must not end what removes the rest."""
+    ignore_end_signals()
+    raise KeyboardInterrupt
 
 
 def set_action(number: signal.Signals, action: Any) -> None:
@@ -271,8 +281,7 @@ def restore_backup(file: str, name: str) -> None:
     accounts, projects, tokens = restored.numbers
     echo_success(f"Restored: accounts {accounts}, Projects {projects}, tokens {tokens}.")
     if restored.kept:
-        way_back = command_line(current_app, "restore", restored.kept)
-        echo_success(f"To go back: {printable(way_back)}")
+        echo_success(f"To go back: {command_line(current_app, 'restore', restored.kept)}")
     if restored.is_new:
         echo_success(f"A new database: {engine.name}", err=True)
 
@@ -280,7 +289,7 @@ def restore_backup(file: str, name: str) -> None:
 def echo_success(line: str, err: bool = False) -> None:
     """Print it. It is no failure of the command if nobody reads it."""
     try:
-        click.echo(line, err=err)
+        echo(line, err)
     except (OSError, UnicodeError):
         # Or Python would flush it again as it exits, fail, and end with status 120.
         setattr(sys, "stderr" if err else "stdout", StringIO())
@@ -308,22 +317,21 @@ def add_to(app: Flask) -> None:
     # an application replace its `run`.
     context = click.get_current_context(silent=True)
     if context and context.command is run_command and not is_running_from_reloader():
-        welcome(app, **context.params)
+        with failures():
+            welcome(app, **context.params)
 
 
 def welcome(app: Flask, host: str, port: int, cert: object, **_: object) -> None:
     """Create the database, and say what to do next, or what is wrong."""
     store: Store = app.extensions["store"]
     engine = store.engine
-    with failures():
-        report_if_new(engine, engine.open_database(creates=True))
-        has_tokens = bool(store.list_tokens())
-    if not has_tokens:
+    report_if_new(engine, engine.open_database(creates=True))
+    if not store.list_tokens():
         place = "in this folder"
         if engine.file.folder is None:
             place += " and with the same GARDENING_DATABASE"
         click.echo(f"No access token yet. In another terminal, {place}, run:")
-        click.echo(f"    {command_line(app, 'token', 'create', 'ACCOUNT')}")
+        echo(f"    {command_line(app, 'token', 'create', 'ACCOUNT')}")
     page = app.extensions.get("docs")
     # With port 0, only Flask's own line will name it. No browser opens a Unix socket.
     if page and port and not host.startswith("unix://"):

@@ -157,11 +157,11 @@ def test_escape_sequence_is_not_printed(command, plain_sql, tmp_path):
     plain_sql.execute(f"INSERT INTO account (name) VALUES ('{ESCAPE}')")
     missing = create_app({"DATABASE": str(tmp_path / f"{ESCAPE}\n.db")}).test_cli_runner()
     tokens, accounts = (command(each, "list").stdout for each in ("token", "account"))
-    error = missing.invoke(args=["token", "list"]).stderr
-    for printed in (tokens, accounts, error):
+    error, created = (missing.invoke(args=each).stderr for each in (["token", "list"], ["init-db"]))
+    for printed in (tokens, accounts, error, created):
         assert "?[2J?" in printed
         assert printed.replace("\n", "").isprintable()
-    assert "?[2J? .db" in error  # on one line
+    assert "?[2J? .db" in error and "?[2J??.db" in created  # on one line
 
 
 @pytest.mark.parametrize("days", [1, 2, 1_000_000])
@@ -279,7 +279,7 @@ def test_account_is_not_deleted_if_nobody_can_be_asked(environment, store):
     store.create_project("ann", {})
     script = f"{BIN}/flask account delete ann <&-"
     refused = run("sh", "-c", script, environment=environment, status=1)
-    reason = "Nobody can be asked: standard input is closed. Use --yes."
+    reason = "Nobody can be asked: a stream is closed. Use --yes."
     assert (refused.stdout, refused.stderr) == ("", f"Error: {reason}\n")
     assert len(store.list_accounts()) == 1
 

@@ -307,7 +307,10 @@ def test_signal_ends_a_restore_only_until_the_change_begins(database, file, stat
 
     def ending(rows, _count, table):
         if table == "token":
-            os.kill(os.getpid(), signal.SIGTERM)
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+            finally:
+                os.kill(os.getpid(), signal.SIGHUP)  # as a shell does, after the terminal
         yield from rows
 
     with pytest.raises(KeyboardInterrupt), ended_like_ctrl_c():
