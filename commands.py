@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from io import StringIO
 from pathlib import Path
@@ -122,10 +122,7 @@ def utc(time: int | None) -> str:
     """Epoch milliseconds as a date and a time of day; `never` for none."""
     if time is None:
         return "never"
-    try:
-        return f"{datetime.fromtimestamp(time // 1000, UTC):%Y-%m-%d %H:%M}"
-    except (OverflowError, ValueError):  # only an edited backup can hold such a time
-        return "out of range"
+    return f"{datetime.fromtimestamp(time // 1000, UTC):%Y-%m-%d %H:%M}"
 
 
 class TokenID(click.IntRange):
@@ -207,39 +204,29 @@ def report_if_new(engine: Engine, is_new: bool) -> None:
         echo(f"A new database: {engine.name}", err=True)
 
 
-@contextmanager
-def ended_like_ctrl_c() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the block as Ctrl-C does: it removes what it has begun."""
-    before = {number: signal.getsignal(number) for number in END_SIGNALS}
-    for number, action in before.items():
+def is_program() -> bool:
+    """Whether the process ends with this command: a test's, for one, goes on."""
+    return isinstance(click.get_current_context().find_root().command, FlaskGroup)
+
+
+def end_like_ctrl_c() -> None:
+    """Let SIGTERM and SIGHUP end the program as Ctrl-C does: it removes what it has begun."""
+    for number in END_SIGNALS:
         # Unless something else has chosen an action for it, as nohup does.
-        if action in (signal.SIG_DFL, signal.default_int_handler):
-            set_action(number, interrupt)
-    try:
-        yield
-    finally:
-        context = click.get_current_context(silent=True)
-        # A FlaskGroup is a program, which ends now. Any other process may go on.
-        if not context or not isinstance(context.find_root().command, FlaskGroup):
-            for number, action in before.items():
-                set_action(number, action)
+        is_default = signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
+        if is_default and is_program():
+            signal.signal(number, interrupt)
 
 
 def interrupt(*_: object) -> None:
-    """As Ctrl-C does, but once: a second signal must not end what removes the rest."""
+    """Only once: a second signal must not end what removes the rest."""
     ignore_end_signals()
     raise KeyboardInterrupt
 
 
-def set_action(number: signal.Signals, action: Any) -> None:
-    with suppress(ValueError):  # only the main thread can do this
-        signal.signal(number, action)
-
-
 def ignore_end_signals() -> None:
-    """Until `ended_like_ctrl_c` ends, or the program: it must not fail after it has succeeded."""
     for number in END_SIGNALS:
-        set_action(number, signal.SIG_IGN)
+        signal.signal(number, signal.SIG_IGN)
 
 
 def show_progress(rows: Generator[Any], count: int, table: str) -> Generator[Any]:
@@ -259,16 +246,15 @@ def show_progress(rows: Generator[Any], count: int, table: str) -> Generator[Any
 
 @all_commands.command("backup")
 @click.argument("file", type=click.Path())
-@ended_like_ctrl_c()
 def write_backup(file: str) -> None:
     """Write a copy of the database to FILE, a new SQLite file, while the service runs."""
+    end_like_ctrl_c()
     backup(current_store().engine, file, show_progress)
 
 
 @all_commands.command("restore")
 @click.argument("file", type=click.Path(readable=False, allow_dash=True))
 @click.option("--name", default="standard input", hidden=True)
-@ended_like_ctrl_c()
 def restore_backup(file: str, name: str) -> None:
     """Put the backup FILE, or the standard input (-), in the place of the database.
 
@@ -276,8 +262,11 @@ def restore_backup(file: str, name: str) -> None:
 
     On a server, `gardening restore --newest` takes the newest of the nightly backups.
     """
+    end_like_ctrl_c()
     engine = current_store().engine
-    restored = restore(engine, file, show_progress, ignore_end_signals, name)
+    # Once it has succeeded, the program must not fail.
+    committing = ignore_end_signals if is_program() else lambda: None
+    restored = restore(engine, file, show_progress, committing, name)
     accounts, projects, tokens = restored.numbers
     echo_success(f"Restored: accounts {accounts}, Projects {projects}, tokens {tokens}.")
     if restored.kept:

@@ -3,7 +3,7 @@
 import re
 from typing import Any, ClassVar
 
-from marshmallow import Schema, fields, missing, validate
+from marshmallow import Schema, ValidationError, fields, missing, validate
 
 from engines.fields import READ_ONLY
 
@@ -14,7 +14,6 @@ MAX_SIZE = 100  # Projects
 NOT_AN_OBJECT = {"type": "The body must be a JSON object."}
 # "special" is marshmallow's key for NaN and the infinities.
 NOT_FINITE: dict[str, Any] = {"special": "Must be a finite number."}
-NOT_DIGITS: dict[str, Any] = {"invalid": "Write a whole number with the digits 0-9 only."}
 
 
 class OutputOnly(fields.Raw):
@@ -41,11 +40,9 @@ class Degrees(fields.Float):
 class Digits(fields.Integer):
     """An integer written with the digits 0-9 only: no sign, space or underscore."""
 
-    default_error_messages = NOT_DIGITS
-
     def _deserialize(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         if not re.fullmatch("[0-9]+", str(value)):
-            raise self.make_error("invalid", input=value)
+            raise ValidationError("Write a whole number with the digits 0-9 only.")
         return super()._deserialize(value, *args, **kwargs)
 
 

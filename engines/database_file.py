@@ -89,14 +89,10 @@ class DatabaseFile:
     def add_connection(self) -> None:
         """Register a connection of this process.
 
-        Raises Unavailable if the -journal is not a regular file, or if this process was forked from
-        one that had the file open. The child inherits SQLite's record of the locks on the file, but
-        not the locks, so SQLite would lock nothing for it, and the parent's last close would delete
-        the -wal that the child writes.
+        Raises Unavailable if this process was forked from one that had the file open. The child
+        inherits SQLite's record of the locks on the file, but not the locks, so SQLite would lock
+        nothing for it, and the parent's last close would delete the -wal that the child writes.
         """
-        with suppress(FileNotFoundError):  # SQLite would wait for whoever writes to a pipe
-            if not stat.S_ISREG(os.lstat(self._journal).st_mode):
-                raise Unavailable(f"not a regular file: {self._journal}")
         # A fork copies the list, with the connections of the parent.
         if any(id == self._id and pid != os.getpid() for id, pid in list(CONNECTIONS)):
             raise Unavailable(f"opened before this process forked: {self.path}")

@@ -182,19 +182,12 @@ class SQLite(Engine):
     def __init__(self, path: str, page_size: int = 4096) -> None:
         """On the file at `path`; `:memory:` is a private database, which has its tables.
 
-        A new file gets pages of this size, in bytes. Raises ValueError if this Python's SQLite is
-        too old, or lacks JSON.
+        A new file gets pages of this size, in bytes. Raises ValueError if SQLite is too old.
         """
         self._page_size = page_size
-        found = f"this Python has SQLite {sqlite3.sqlite_version}"
         if sqlite3.sqlite_version_info < OLDEST_SQLITE:
-            needed = ".".join(map(str, OLDEST_SQLITE))
-            raise ValueError(f"{found}; the service needs {needed} or later")
-        with closing(sqlite3.connect(":memory:")) as connection:
-            try:
-                connection.execute("SELECT json_object()")
-            except sqlite3.OperationalError as error:  # JSON was an option until 3.38
-                raise ValueError(f"{found} without JSON; the service needs it") from error
+            found, needed = sqlite3.sqlite_version, ".".join(map(str, OLDEST_SQLITE))
+            raise ValueError(f"this Python has SQLite {found}; the service needs {needed} or later")
         super().__init__(NoFile() if path == ":memory:" else DatabaseFile(path))
         if isinstance(self.file, NoFile):
             self._lock = WriteLock(self.file, MEMORY_TIMEOUT)

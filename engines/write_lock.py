@@ -52,12 +52,11 @@ def held_flock(path: str, deadline: float) -> Iterator[None]:
 
     Raises OSError; TimeoutError at the deadline.
     """
-    flags = os.O_RDONLY | os.O_NONBLOCK  # or a pipe with this name would be waited for
     try:
-        file = os.open(path, flags)
+        file = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
         create_empty(path)
-        file = os.open(path, flags)
+        file = os.open(path, os.O_RDONLY)
     try:
         acquire_flock(file, path, deadline)
         try:

@@ -11,7 +11,6 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from app import create_app
 from engines.backup import backup, restore
 from engines.errors import OutcomeUnknown, Unavailable
 from engines.sqlite import SQLite, SQLiteConnection
@@ -253,15 +252,6 @@ def test_impossible_path_is_refused(tmp_path, path, reason):
         SQLite(path).open_database(creates=True)
 
 
-def test_python_whose_sqlite_has_no_json_is_refused(monkeypatch):
-    connection = sqlite3.connect(":memory:")
-    connection.create_function("json_object", -1, None)  # in place of the one that is there
-    monkeypatch.setattr(sqlite3, "connect", lambda _: connection)
-    reason = f"^this Python has SQLite {sqlite3.sqlite_version} without JSON; the service needs it$"
-    with pytest.raises(ValueError, match=reason):
-        create_app({"DATABASE": ":memory:"})
-
-
 @pytest.mark.parametrize("suffix", ["-wal", "-journal"])
 @pytest.mark.parametrize("name", ["gardening.db", "link.db"])
 def test_file_of_a_missing_database_is_neither_thrown_away_nor_used(
@@ -449,21 +439,6 @@ def test_missing_permission_is_an_outage_that_is_named(
         printed = attempt(database, f"os.geteuid() or os.setuid(65534); {script}")
         os.chmod(folder, 0o700)
     assert printed == f"Unavailable {reason.format(database)}\n"
-
-
-def test_pipe_with_the_name_of_the_lock_holds_nobody_up(database, store):
-    os.remove(f"{database}-lock")
-    os.mkfifo(f"{database}-lock")
-    attempt(database, "write(store)")
-    assert len(listed(store)) == 1
-
-
-def test_pipe_with_the_name_of_the_journal_is_refused(database, store):
-    """SQLite would wait for whoever writes to it."""
-    store.engine.close()
-    os.mkfifo(f"{database}-journal")
-    printed = attempt(database, "read(store)")
-    assert printed == f"Unavailable not a regular file: {database}-journal\n"
 
 
 @pytest.mark.parametrize(
