@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -29,7 +28,6 @@ from store import Store
 
 PROGRAM = "gardening"  # on a server
 END_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-MAX_ERROR = 2000  # characters; an error may quote a file
 MAX_DAYS = 1_000_000  # 2,700 years; Python's dates end with the year 9999
 
 
@@ -57,7 +55,7 @@ def failures() -> Iterator[None]:
     except (click.ClickException, click.Abort, click.exceptions.Exit, BrokenPipeError):
         raise  # click knows these
     except (BadName, BadNote, BadBackup, Unavailable, OSError) as error:
-        line = " ".join(str(error)[:MAX_ERROR].splitlines())
+        line = " ".join(str(error)[:2000].splitlines())  # it may quote a file
         if isinstance(error, OutcomeUnknown):
             line += "; the change may have been made, or not"
         raise click.ClickException(printable(line)) from error
@@ -330,44 +328,13 @@ def welcome(app: Flask, host: str, port: int, cert: object, **_: object) -> None
         click.echo(f"    {scheme}://{address}{page}")
 
 
-def show_version(context: click.Context, _: click.Parameter, is_given: bool) -> None:
-    if is_given:
-        folder = Path(__file__).parent
-        description = json.loads((folder / "openapi.json").read_bytes())
-        version = f"gardening {description['info']['version']}"
-        if commit := commit_of(folder):
-            version += f", commit {commit}"
-        click.echo(version)
-        context.exit()
-
-
-def commit_of(clone: Path) -> str:
-    """The commit that is checked out; "" if this is no clone, or there is no git.
-
-    deploy/gardening.py gives it in the environment.
-    """
-    if given := os.environ.get("CLONE_COMMIT"):
-        return given
-    # With --git-dir, git reads another user's clone, and does not search the folders above.
-    command = ["git", f"--git-dir={clone}/.git", "rev-parse", "--verify", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    except OSError:
-        return ""
-
-
-version_option = click.Option(
-    ["--version"],
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=show_version,
-    help="Show the release, and in a clone its commit.",
-)
-
-
 def main(create_app: Callable[[], Flask]) -> None:
     """The program on a server: the commands of this module alone."""
     group = FlaskGroup(add_default_commands=False, create_app=create_app, add_version_option=False)
-    group.params = [version_option]  # in place of --app and others of Flask
+    description = json.loads(Path(__file__).with_name("openapi.json").read_bytes())
+    version = f"{PROGRAM} {description['info']['version']}"
+    if commit := os.environ.get("CLONE_COMMIT"):  # from deploy/gardening.py
+        version += f", commit {commit}"
+    group.params = []  # --app and others of Flask
+    click.version_option(version, message="%(version)s", help="Show the release.")(group)
     group.main(prog_name=PROGRAM)

@@ -208,14 +208,7 @@ def open_backup(path: str) -> sqlite3.Connection:
     # SQLite would follow it (docs/design.md, What an attacker is kept from), and no backup has one.
     if os.path.lexists(f"{path}-journal"):
         raise BadBackup("there is a -journal beside it: move that away")
-    uri = f"{Path(path).as_uri()}?mode=ro"
-    # To read a copy of a database in WAL mode, SQLite creates files beside it.
-    if os.access(os.path.dirname(path), os.W_OK):
-        return sqlite3.connect(uri, uri=True)
-    # Where it cannot, the file has to be opened as immutable, and SQLite ignores a -wal.
-    if os.path.exists(f"{path}-wal"):
-        raise BadBackup("copy it and its -wal to a folder that can be written to")
-    return sqlite3.connect(f"{uri}&immutable=1", uri=True)
+    return sqlite3.connect(f"{Path(path).as_uri()}?mode=ro", uri=True)
 
 
 def copy_file(path: str, to: str) -> None:

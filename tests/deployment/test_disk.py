@@ -112,26 +112,6 @@ def test_sorting_needs_no_disk(store, database, file, mount, tmp_path):
     run(BIN / "flask", "restore", file, environment=environment)
 
 
-@pytest.mark.parametrize("has_wal", [False, True])
-def test_plain_copy_that_cannot_be_written_to_is_restored_or_refused_with_a_hint_that_helps(
-    store, park, database, target, mount, tmp_path, has_wal
-):
-    disk = tmp_path / "disk"
-    mount(disk, "1m")
-    if not has_wal:
-        store.engine.close()
-    for suffix in ["", "-wal"][: 1 + has_wal]:
-        shutil.copy(database + suffix, f"{disk}/copy.db{suffix}")
-    run("mount", "-o", "remount,ro", disk)
-    printed = run_command(target, "restore", f"{disk}/copy.db", status=int(has_wal))
-    if has_wal:
-        hint = "copy it and its -wal to a folder that can be written to"
-        assert printed == f"Error: {hint}: {disk}/copy.db\n"
-        shutil.copytree(disk, tmp_path / "copies")
-        printed = run_command(target, "restore", f"{tmp_path}/copies/copy.db")
-    assert "Projects 1, tokens 0.\n" in printed
-
-
 def test_full_disk_leaves_no_half_backup_and_no_half_restore(
     source, database, filled, mount, tmp_path
 ):

@@ -855,7 +855,11 @@ REFUSED = [  # what is there, the argument, and what is said of it
     ("touch $'a\x9bb.db'", "$'a\x9bb.db'", "or is not UTF-8"),
     # Only root can read what these lead to.
     (f"ln -s {NEWEST} /root/a.db && ln -s /etc/shadow {NEWEST}", "a.db", UNREADABLE),
-    (f"gardening backup {NEWEST} && ln -s /etc/shadow {NEWEST}-wal", "--newest", "and its -wal to"),
+    (
+        f"gardening backup {NEWEST} && ln -s /etc/shadow {NEWEST}-wal",
+        "--newest",
+        "Error: unable to open",
+    ),
     # Here others could put a -journal beside it.
     (f"{SHARED} && install -m 600 /etc/hostname /run/shared/a.db", "/run/shared/a.db", UNREADABLE),
     # The service has a /tmp of its own.
