@@ -81,6 +81,17 @@ def test_database_in_use_has_the_new_contents_at_once_and_the_restore_is_undone(
     """In the same file, with all that was acknowledged before in the file that is kept."""
     inode = os.stat(database).st_ino
     command, kept = restored_over(database, file)
+    show = (
+        "import sqlite3, sys; print(*sqlite3.connect(sys.argv[1], uri=True).execute(sys.argv[2]))"
+    )
+    in_file = [
+        sys.executable,
+        "-c",
+        show,
+        f"file:{database}?immutable=1",
+        "SELECT name FROM project",
+    ]
+    assert run(*in_file).stdout == "('new',)\n"  # not in the -wal alone
     assert [project["name"] for project in listed(old)] == ["new"]
     assert old.find_caller(digest("ann's")) == ("ann", 1)
     assert old.revoke_token(1) and old.find_caller(digest("ann's")) is None
