@@ -38,7 +38,7 @@ api = Blueprint("api", __name__)
 
 
 class Application(Flask):
-    """Ignores offers to upgrade, and logs a bug so that no text of a caller begins a line."""
+    """Ignores offers to upgrade, and logs a bug so that no caller can forge a line."""
 
     def create_url_adapter(self, request: Request | None) -> MapAdapter | None:
         adapter = super().create_url_adapter(request)
@@ -202,5 +202,5 @@ def link_to_next(page: Page, after: int) -> str:
 
 if __name__ == "__main__":
     # As `python -m app`: `python app.py` has no spec, and Flask would look elsewhere for
-    # `instance`. Nothing imports this module again: it would have a second copy.
+    # `instance`. Nothing imports this module again: it would be loaded twice.
     commands.main(create_app)

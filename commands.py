@@ -120,7 +120,10 @@ def utc(time: int | None) -> str:
     """Epoch milliseconds as a date and a time of day; `never` for none."""
     if time is None:
         return "never"
-    return f"{datetime.fromtimestamp(time // 1000, UTC):%Y-%m-%d %H:%M}"
+    try:
+        return f"{datetime.fromtimestamp(time // 1000, UTC):%Y-%m-%d %H:%M}"
+    except (OverflowError, ValueError):  # only an edited backup can hold such a time
+        return "out of range"
 
 
 class TokenID(click.IntRange):
@@ -178,6 +181,7 @@ def delete_account(account: str, yes: bool) -> None:
         if None in (sys.stdin, sys.stdout, sys.stderr):
             raise click.ClickException("Nobody can be asked: a stream is closed. Use --yes.")
         _, projects, tokens, _ = found
+        # Somebody may have put text there.
         numbers = printable(f"Projects ({projects}) and tokens ({tokens})")
         click.confirm(f"Delete the account {name} with its {numbers}?", abort=True)
     store.delete_account(name)
@@ -199,25 +203,24 @@ def open_database() -> None:
 def report_if_new(engine: Engine, is_new: bool) -> None:
     """Say that a database was created: the old one may be lost, or the path mistyped."""
     if is_new:
-        echo(f"A new database: {engine.name}", err=True)
+        echo_success(f"A new database: {engine.name}", err=True)
 
 
 def is_program() -> bool:
-    """Whether the process ends with this command: a test's, for one, goes on."""
+    """Whether this command is the whole process, unlike in a test."""
     return isinstance(click.get_current_context().find_root().command, FlaskGroup)
 
 
 def end_like_ctrl_c() -> None:
     """Let SIGTERM and SIGHUP end the program as Ctrl-C does: it removes what it has begun."""
-    for number in END_SIGNALS:
+    for number in END_SIGNALS if is_program() else ():
         # Unless something else has chosen an action for it, as nohup does.
-        is_default = signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
-        if is_default and is_program():
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, interrupt)
 
 
 def interrupt(*_: object) -> None:
-    """Only once: a second signal must not end what removes the rest."""
+    """As Ctrl-C does, but once: a second signal must not stop the cleanup."""
     ignore_end_signals()
     raise KeyboardInterrupt
 
@@ -256,7 +259,7 @@ def write_backup(file: str) -> None:
 def restore_backup(file: str, name: str) -> None:
     """Put the backup FILE, or the standard input (-), in the place of the database.
 
-    What an SQLite file held is kept in a file beside it. A database on PostgreSQL must be empty.
+    The old contents of an SQLite file are kept beside it. A database on PostgreSQL must be empty.
 
     On a server, `gardening restore --newest` takes the newest of the nightly backups.
     """
@@ -269,8 +272,7 @@ def restore_backup(file: str, name: str) -> None:
     echo_success(f"Restored: accounts {accounts}, Projects {projects}, tokens {tokens}.")
     if restored.kept:
         echo_success(f"To go back: {command_line(current_app, 'restore', restored.kept)}")
-    if restored.is_new:
-        echo_success(f"A new database: {engine.name}", err=True)
+    report_if_new(engine, restored.is_new)
 
 
 def echo_success(line: str, err: bool = False) -> None:
@@ -336,5 +338,5 @@ def main(create_app: Callable[[], Flask]) -> None:
     if commit := os.environ.get("CLONE_COMMIT"):  # from deploy/gardening.py
         version += f", commit {commit}"
     group.params = []  # --app and others of Flask
-    click.version_option(version, message="%(version)s", help="Show the release.")(group)
+    click.version_option(version, message="%(version)s", help="Show release and commit.")(group)
     group.main(prog_name=PROGRAM)

@@ -252,6 +252,8 @@ class Store:
             if not rows:  # PostgreSQL's logical replication has copied the tokens, but no sequence
                 connection.advance_token_sequence()
                 rows = connection.fetch(insert, token)
+        if not rows:
+            raise Unavailable("another token was issued at the same moment: try again")
         return int(rows[0][0])
 
     def find_caller(self, digest: bytes) -> Caller | None:

@@ -89,9 +89,9 @@ def resolve(path: str) -> tuple[str, bool]:
     found = os.lstat(path)
     if stat.S_ISLNK(found.st_mode) and found.st_uid == 0:
         return resolve(os.path.join(folder, os.readlink(path)))
-    # Who owns a file does not matter: its folders decide who can put one there.
-    is_shared = found.st_uid != 0 or found.st_mode & 0o022
-    return path, stat.S_ISREG(found.st_mode) or not is_shared
+    if stat.S_ISREG(found.st_mode):
+        return path, True  # its folders decide, not its owner
+    return path, found.st_uid == 0 and not found.st_mode & 0o022
 
 
 def refuse_companions(path: str) -> None:

@@ -55,7 +55,7 @@ COUNTS = (
 NAMES = """SELECT name COLLATE BINARY FROM account
     UNION SELECT account FROM token UNION SELECT account FROM project"""
 NOTES = "SELECT note FROM token WHERE note IS NOT NULL"
-# Of a backup: ours are far below.
+# Limits for a backup; ours stay far below.
 MAX_LENGTH = 100_000  # bytes of a row, a text, or a statement of the schema
 MAX_DEFAULT = 20  # characters
 # Gets the rows of a table, their number and its name. Returns the rows, and may show how many of
@@ -66,7 +66,7 @@ Numbers = Sequence[int]  # of accounts, Projects and tokens
 
 class Restored(NamedTuple):
     numbers: Numbers
-    is_new: bool  # the database was missing, or had no tables
+    is_new: bool  # the database was missing, or on PostgreSQL had no tables
     kept: str | None = None  # the file with what was there
 
 
@@ -86,7 +86,7 @@ def backup(engine: Engine, path: str, progress: Progress = without_progress) -> 
             if isinstance(engine, SQLite):
                 engine.save(unnamed)
             else:
-                write_rows(engine, progress, unnamed)
+                write_database(engine, progress, unnamed)
     except OSError as error:
         raise Unavailable(f"{error.strerror}: {path}") from error
     except Unavailable as error:
@@ -115,13 +115,14 @@ def restore(
             checked_copy(file, folder, engine) as source,
         ):
             if not isinstance(engine, SQLite) or not isinstance(engine.file, DatabaseFile):
+                # PostgreSQL, or in memory.
                 is_new = engine.open_database(creates=True)
                 return Restored(copy_rows(source, engine, progress, committing), is_new)
             if engine.file.is_missing():
                 create_folder_of(engine.name)
                 # Named when it is whole, since the service would start on an empty database.
                 with new_file(engine.name) as unnamed:
-                    numbers = write_rows(source, progress, unnamed)
+                    numbers = write_database(source, progress, unnamed)
                     committing()
                 return Restored(numbers, is_new=True)
             kept = f"{engine.file.folder}/{datetime.now(UTC):before-%Y-%m-%dT%H%M%S.%fZ.db}"
@@ -140,7 +141,7 @@ def restore(
 def checked_copy(file: str, folder: str, engine: Engine) -> Iterator[Engine]:
     """A copy of the backup in this folder, brought up to date.
 
-    Raises OSError, BadBackup, sqlite3.Error.
+    Raises as `copy_backup` does.
     """
     if engine.file.is_at(0 if file == "-" else file):
         raise BadBackup("it is the database itself")
@@ -148,14 +149,14 @@ def checked_copy(file: str, folder: str, engine: Engine) -> Iterator[Engine]:
         file = f"{folder}/spooled"
         with open(0, "rb", closefd=False) as stdin, open(file, "xb") as spooled:
             shutil.copyfileobj(stdin, spooled)
-    copy_file(file, f"{folder}/copy")
+    copy_backup(file, f"{folder}/copy")
     remove(f"{folder}/spooled")  # the disk may need the room
     with closing(SQLite(f"{folder}/copy")) as source:  # its first use migrates it
         require_valid_names(source)
         yield source
 
 
-def write_rows(source: Engine, progress: Progress, path: str) -> Numbers:
+def write_database(source: Engine, progress: Progress, path: str) -> Numbers:
     """Copy a database to this empty file."""
     with (
         scratch(os.path.dirname(path)) as folder,
@@ -169,7 +170,7 @@ def write_rows(source: Engine, progress: Progress, path: str) -> Numbers:
 def new_database(
     source: Engine, progress: Progress, folder: str, page_size: int = 4096
 ) -> Iterator[tuple[SQLite, Numbers]]:
-    """A copy of the database in this folder, where the engine leaves a -lock, and its numbers."""
+    """A copy of the database in this folder, and its numbers. The engine leaves a -lock there."""
     with closing(SQLite(f"{folder}/new", page_size)) as new:
         new.open_database(creates=True)
         try:
@@ -199,7 +200,7 @@ def scratch(folder: str | None) -> Iterator[str]:
 
 
 def open_backup(path: str) -> sqlite3.Connection:
-    """Open it read-only. Raises as `copy_file` does."""
+    """Open it read-only. Raises as `copy_backup` does."""
     if not stat.S_ISREG(os.stat(path).st_mode):  # SQLite would wait for the writer of a pipe
         raise BadBackup("not a regular file")
     if not os.access(path, os.R_OK):
@@ -211,13 +212,16 @@ def open_backup(path: str) -> sqlite3.Connection:
     return sqlite3.connect(f"{Path(path).as_uri()}?mode=ro", uri=True)
 
 
-def copy_file(path: str, to: str) -> None:
-    """Copy our tables of a backup, and check them. Raises BadBackup, sqlite3.Error."""
+def copy_backup(path: str, to: str) -> None:
+    """Copy our tables of a backup, and check them.
+
+    Raises OSError, BadBackup, Unavailable, sqlite3.Error.
+    """
     with (
         closing(open_backup(path)) as file,
         closing(sqlite3.connect(to, isolation_level=None)) as copy,
     ):
-        file.execute("BEGIN")  # at the copy, Python would wait for a lock for ever
+        file.execute("BEGIN")  # the next read locks it, with a timeout; backup() has none
         version = version_of(file)
         if version == EMPTY:
             raise BadBackup("the file is empty")
@@ -229,7 +233,7 @@ def copy_file(path: str, to: str) -> None:
         except sqlite3.OperationalError as error:
             raise_if_full(error, to)
             raise
-        copy.execute("PRAGMA ignore_check_constraints = ON")
+        copy.execute("PRAGMA ignore_check_constraints = ON")  # or integrity_check runs them
         for table in COLUMNS:
             for _, name, _, _, default, _, hidden in copy.execute(f"PRAGMA table_xinfo({table})"):
                 # SQLite puts the default into each row that lacks the column.
@@ -241,15 +245,16 @@ def copy_file(path: str, to: str) -> None:
 
 
 def strip(copy: sqlite3.Connection) -> None:
-    """Leave our tables alone in its schema: SQLite runs or computes what else may be there."""
-    # Until then, a file can take time, but little at once, and a signal is handled in between.
+    """Remove all but our tables from its schema: SQLite would run or compute what else is there."""
+    # Until that is done, the file may take time, but never much at once; the handler lets signals
+    # in.
     copy.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_LENGTH)
     copy.set_progress_handler(lambda: None, 1000)
     if copy.execute("PRAGMA index_list(sqlite_schema)").fetchall():  # the deletion would use it
         raise BadBackup("the backup has an index of its schema")
     copy.execute("PRAGMA writable_schema = ON")
     names = [*COLUMNS, "sqlite_sequence"]
-    # SQLite goes by the statement, whatever the row has as its type. (Names have to be right.)
+    # SQLite ignores the `type` of a row, and believes its `sql`; it checks the names.
     copy.execute(
         f"""DELETE FROM sqlite_schema WHERE sql NOT LIKE 'CREATE TABLE %'
             OR lower(tbl_name) NOT IN ({", ".join("?" * len(names))})""",
@@ -278,7 +283,7 @@ def copy_rows(
 
     The Projects of each account are counted anew. Raises Unavailable unless the target is empty.
     """
-    # If both are SQLite, an error of the source names the target. That is rare, since `copy_file`
+    # If both are SQLite, an error of the source names the target. That is rare, since `copy_backup`
     # has checked the source.
     with source.snapshot() as reader, target.writer(in_transaction=True) as writer:
         writer.extend_timeouts()

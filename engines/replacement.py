@@ -1,7 +1,7 @@
 """Gives an SQLite database that may be in use other contents, and keeps the old ones in a file.
 
 SQLite copies page by page, in one transaction (its Online Backup API): every process sees the old
-contents or the new ones, also after a kill or a power cut, and no damage within the file matters.
+contents or the new ones, also after a kill or a power cut.
 """
 
 import os
@@ -16,7 +16,7 @@ from engines.sqlite import SQLite, SQLiteConnection, version_of
 
 
 def page_size(engine: SQLite) -> int:
-    """Of the database, in bytes. Raises Unavailable if it cannot be replaced."""
+    """Of the database, in bytes. Raises Unavailable if it is not ours, or cannot be opened."""
     with open_live(engine) as live:
         [(size,)] = live.execute("PRAGMA page_size")
     return int(size)
@@ -33,8 +33,8 @@ def replace(engine: SQLite, new: SQLite, kept: str, committing: Callable[[], Non
         closing(new.open_to_read()) as source,
         engine.write_lock(),
     ):
-        # So that readers go on, and a kill leaves no -journal. Both read the schema; if that is
-        # damaged, SQLite's defaults hold.
+        # WAL, so that readers go on and a kill leaves no -journal. Both fail if the schema is
+        # damaged: then the file keeps its mode.
         for pragma in ("synchronous = FULL", "journal_mode = WAL"):
             with suppress(sqlite3.Error, UnicodeDecodeError):
                 live.execute(f"PRAGMA {pragma}")
@@ -55,8 +55,8 @@ def replace(engine: SQLite, new: SQLite, kept: str, committing: Callable[[], Non
 def open_live(engine: SQLite, kept: str = "") -> Iterator[SQLiteConnection]:
     """A connection to the database, of any release, that reads no table.
 
-    Raises Unavailable for another program's database, and for an error of SQLite or the system in
-    the block; once the file `kept` is there, OutcomeUnknown, unless SQLite has surely rolled back.
+    Raises Unavailable for another program's database. An error of SQLite or the system in the block
+    becomes Unavailable; once `kept` is there, OutcomeUnknown, unless SQLite has surely rolled back.
     """
     try:
         with closing(engine.open_unread()) as live:
@@ -78,7 +78,7 @@ def open_live(engine: SQLite, kept: str = "") -> Iterator[SQLiteConnection]:
 
 
 def keep(live: SQLiteConnection, path: str) -> None:
-    """Copy the database to this empty file, which like any backup is in no WAL mode."""
+    """Copy the database to this empty file, which like any backup is not in WAL mode."""
     with closing(sqlite3.connect(path)) as copy:
         live.backup(copy, progress=raise_if_refused)
     # SQLite would read the schema to change the mode (file format, 1.3.3).

@@ -202,7 +202,7 @@ class SQLite(Engine):
             self._lock = WriteLock(self.file, WRITE_TIMEOUT)
             self._busy_timeout = BUSY_TIMEOUT
             self.name = self.file.path
-            uri = Path(self.file.target).as_uri()  # wherever a link leads by then
+            uri = Path(self.file.target).as_uri()  # even if the link leads elsewhere by then
             # rw: SQLite must not put an empty file in the place of a lost one.
             self._uri, self._uri_to_read = f"{uri}?mode=rw", f"{uri}?mode=ro"
 
@@ -223,8 +223,7 @@ class SQLite(Engine):
     def open_to_read(self) -> SQLiteConnection:
         """A connection through which SQLite cannot write, and so follows no -journal.
 
-        The nightly backup may write where the other backups are: see docs/design.md, What an
-        attacker is kept from.
+        Otherwise, a -journal could name a backup for the nightly backup to delete.
         """
         return SQLiteConnection(self.file, self._lock, self._uri_to_read, self._busy_timeout)
 

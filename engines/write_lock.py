@@ -28,7 +28,7 @@ class WriteLock:
     def hold(self) -> Iterator[None]:
         """Hold both. Raises TimeoutError, OSError; and Unavailable if the file has lost its name.
 
-        That is OutcomeUnknown if it lost its name meanwhile.
+        It is OutcomeUnknown if the file has lost it meanwhile.
         """
         deadline = time.monotonic() + self._timeout
         if not self._thread_lock.acquire(timeout=self._timeout):

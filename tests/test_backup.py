@@ -17,7 +17,7 @@ import pytest
 
 from app import create_app
 from auth import digest
-from engines.backup import COLUMNS, BadBackup, backup, copy_file, restore
+from engines.backup import COLUMNS, BadBackup, backup, copy_backup, restore
 from engines.migrations import APPLICATION_ID, SCHEMA_VERSION
 from engines.new_files import new_file
 from helpers.later_release import copy_later_release
@@ -254,6 +254,7 @@ FAULTS = {
         "ALTER TABLE token ADD COLUMN large BLOB AS (zeroblob(1000000000))",
         "SQLite would compute the column token.large",
     ),
+    "long schema": (f"CREATE TABLE theirs (x DEFAULT '{'x' * 200_000}')", "string or blob too big"),
     "long default": (  # which SQLite puts into each row that lacks the column
         f"ALTER TABLE token ADD COLUMN large TEXT DEFAULT '{'x' * 50}'",
         "SQLite would compute the column token.large",
@@ -549,13 +550,15 @@ INSERT INTO theirs VALUES (-9223372036854775808);
 CREATE INDEX unknown ON token (length(account));
 PRAGMA writable_schema = ON;
 UPDATE sqlite_schema SET sql = replace(sql, 'length', 'no_such') WHERE name = 'unknown';
+UPDATE sqlite_schema SET sql = replace(sql, 'UNIQUE', 'UNIQUE CHECK (abs(-9223372036854775808))')
+    WHERE name = 'token';
 """
 
 
 def test_what_was_added_to_a_backup_is_neither_restored_nor_run(filled, target, tmp_path):
     file = shutil.copy(filled, tmp_path)
     spoil(file, ADDED)
-    copy_file(file, str(tmp_path / "copy.db"))
+    copy_backup(file, str(tmp_path / "copy.db"))
     with closing(sqlite3.connect(tmp_path / "copy.db")) as copy:
         named = copy.execute("SELECT name FROM sqlite_schema WHERE sql IS NOT NULL").fetchall()
     assert {name for (name,) in named} == {*COLUMNS, "sqlite_sequence"}

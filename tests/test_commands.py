@@ -124,6 +124,12 @@ def test_note_that_is_not_printable_text_of_a_line_is_refused(command, store, no
     assert store.list_tokens() == []
 
 
+def test_time_that_only_an_edited_backup_can_hold_is_listed(command, plain_sql):
+    command("token", "create", "ann")
+    plain_sql.execute(f"UPDATE token SET created_at = {2**62}")
+    assert "out of range" in command("token", "list").stdout
+
+
 USAGE = [["create"], ["revoke"], ["no-such-command"], ["revoke", "1", "--account", "a"]]
 USAGE += [["revoke", "--expired", *other] for other in (["1"], ["--account", "a"])]
 DAYS = ["0", "x", "1000001"]

@@ -210,7 +210,7 @@ REFUSED = {
 def test_file_that_is_not_ours_or_cannot_be_read_at_all_is_refused(
     old, database, file, tmp_path, reason, change
 ):
-    """Through a link, whoever may only restore would change it."""
+    """Otherwise, a link would let a restore overwrite another program's file."""
     old.engine.close()
     if isinstance(change, int):
         os.truncate(database, change)

@@ -916,18 +916,19 @@ def test_standard_input_of_root_is_restored(machine, account_with_backup):
 ENDING = """#!/bin/sh
 PATH=${PATH#*:}
 case "$*" in *--unit=gardening-restore-*)
-    systemd-run "$@" <&0 >/dev/null & until eval "$UNTIL"; do :; done
+    systemd-run "$@" <&0 >/dev/null & until HAS_STARTED; do :; done
     kill -KILL 0 ;;
 esac
 exec systemd-run "$@"
 """
 HAS_STARTED = "systemctl list-units 'gardening-restore-*' | grep -q restore-"
+ENDING = ENDING.replace("HAS_STARTED", HAS_STARTED)
 
 
 def test_restore_goes_on_if_nobody_waits_for_it_any_more(machine, account_with_backup):
     machine.paste("mkdir -p /run/e && cd /run/e && tee systemd-run && chmod +x *", input=ENDING)
-    environment = {"UNTIL": HAS_STARTED, "PATH": f"/run/e:{ENVIRONMENT['PATH']}"}
-    machine.paste(f"setsid --wait {RESTORE} || exit $?", status=137, **environment)
+    path = f"/run/e:{ENVIRONMENT['PATH']}"
+    machine.paste(f"setsid --wait {RESTORE} || exit $?", status=137, PATH=path)
     machine.paste(f"while {HAS_STARTED}; do sleep 0.1; done")
     assert names(machine, account_with_backup) == ["Park"]
 
@@ -947,24 +948,19 @@ def test_restore_neither_stops_nor_starts_the_service(machine, account_with_back
     assert names(machine, account_with_backup) == ["Park"]
 
 
-# Sends its process a signal at a call with this in its arguments.
-SIGNALLING = """
+# Stops its process when it opens the copy of the backup.
+STOPPING = """
 import os, signal, sys
 def hook(event, arguments):
-    if event == "{event}" and "{part}" in str(arguments):
-        os.kill(os.getpid(), signal.SIG{signal})
+    if event == "sqlite3.connect" and ".partial/copy" in str(arguments):
+        os.kill(os.getpid(), signal.SIGSTOP)
 sys.addaudithook(hook)
 """
 
 
-def signalled(machine, signal, event, part):
-    source = SIGNALLING.replace("{event}", event).replace("{part}", part)
-    return customized(machine, source.replace("{signal}", signal))
-
-
 def test_ctrl_c_ends_the_wait_for_a_restore_that_hangs(machine, account_with_backup):
     """As with a backup that somebody made so. The unit may go on for as long as it takes."""
-    with signalled(machine, "STOP", "sqlite3.connect", ".partial/copy"):
+    with customized(machine, STOPPING):
         machine.paste(
             f"(echo {RESTORE}; until pgrep -r T -u gardening >/dev/null; do sleep 0.1; done;"
             " printf '\\3'; echo 'echo prompt $((1 + 1))'; echo exit) |"
