@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from engines.backup import backup, restore
+from engines.breaker import Breaker
 from engines.errors import OutcomeUnknown, Unavailable
 from engines.sqlite import SQLite, SQLiteConnection
 from helpers.running import at_once, closing_store, retry_while_unavailable, run, wait_for
@@ -406,6 +407,14 @@ def test_lock_that_stops_readers_is_waited_for_once(store, park, plain_sql):
             store.get_project("ann", park.id)
     plain_sql.close()
     assert retry_while_unavailable(store.get_project, "ann", park.id) == park
+
+
+def test_half_open_breaker_admits_one_caller_in_five_seconds():
+    breaker = Breaker()
+    breaker.record_timeout()
+    retry_while_unavailable(lambda: breaker.admit() is None)
+    with lasts(4):
+        retry_while_unavailable(lambda: breaker.admit() is None)
 
 
 # Faults

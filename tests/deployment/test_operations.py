@@ -338,6 +338,14 @@ def test_argument_of_the_command_is_taken_as_it_is(machine):
     machine.paste("gardening account delete dollar --yes")
 
 
+def test_command_asks_before_it_deletes(machine):
+    machine.paste("gardening token create eve 2>/dev/null")
+    printed = machine.paste("gardening account delete eve <<<y")
+    asked = "Delete the account eve with its Projects (0) and tokens (1)? [y/N"
+    assert asked in printed
+    assert " eve\n" not in machine.paste("gardening account list")
+
+
 def test_command_changes_no_backup(machine, no_backups):
     """Whoever runs code in the service may put a link to it in the place of the database."""
     machine.paste("systemctl start gardening-backup")

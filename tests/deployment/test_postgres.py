@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 import sys
@@ -494,6 +495,20 @@ def test_ids_of_tokens_go_on_after_those_that_are_there(database, another_databa
     assert store.add_token("ann", b"2") == 2**48 + 8
     execute(database, f"ALTER SEQUENCE token_id_seq RESTART WITH {2**48 + 7}")
     assert store.add_token("ann", b"3") == 2**48 + 9
+
+
+def test_token_issued_at_once_with_others_after_a_logical_replication_is_there_or_refused(
+    database, store
+):
+    def issue(_):
+        return store.add_token("ann", secrets.token_bytes())
+
+    outcomes = []
+    for _ in range(8):
+        execute(database, "ALTER SEQUENCE token_id_seq RESTART")
+        outcomes += at_once(issue, errors=Unavailable)
+    ids = [outcome for outcome in outcomes if isinstance(outcome, int)]
+    assert sorted(ids) == [token.id for token in store.list_tokens()]
 
 
 def test_restore_into_a_database_in_use_holds_up_nobody(database, another_database, open_store):
