@@ -19,7 +19,7 @@ from engines.errors import OutcomeUnknown, Unavailable
 from engines.fields import FIELDS
 from engines.migrations import EMPTY, incompatibility
 from engines.names import is_account_name, is_note
-from engines.new_files import create_folder_of, new_file, remove
+from engines.new_files import create_folder_of, new_file
 from engines.replacement import page_size, replace
 from engines.sqlite import SQLite, raise_if_full, version_of
 
@@ -141,17 +141,22 @@ def restore(
 def checked_copy(file: str, folder: str, engine: Engine) -> Iterator[Engine]:
     """A copy of the backup in this folder, brought up to date.
 
-    Raises as `copy_backup` does.
+    Raises OSError, BadBackup, Unavailable, sqlite3.Error.
     """
     if engine.file.is_at(0 if file == "-" else file):
         raise BadBackup("it is the database itself")
-    if file == "-":
-        file = f"{folder}/spooled"
-        with open(0, "rb", closefd=False) as stdin, open(file, "xb") as spooled:
-            shutil.copyfileobj(stdin, spooled)
-    copy_backup(file, f"{folder}/copy")
-    remove(f"{folder}/spooled")  # the disk may need the room
-    with closing(SQLite(f"{folder}/copy")) as source:  # its first use migrates it
+    copy = f"{folder}/copy"
+    try:
+        if file == "-":
+            with open(0, "rb", closefd=False) as stdin, open(copy, "xb") as spooled:
+                shutil.copyfileobj(stdin, spooled)
+        else:
+            copy_file(file, copy)
+        strip(copy)
+    except sqlite3.OperationalError as error:
+        raise_if_full(error, copy)
+        raise
+    with closing(SQLite(copy)) as source:  # its first use migrates it
         require_valid_names(source)
         yield source
 
@@ -199,8 +204,8 @@ def scratch(folder: str | None) -> Iterator[str]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def open_backup(path: str) -> sqlite3.Connection:
-    """Open it read-only. Raises as `copy_backup` does."""
+def copy_file(path: str, to: str) -> None:
+    """Copy a database that nobody may change meanwhile, without reading its schema."""
     if not stat.S_ISREG(os.stat(path).st_mode):  # SQLite would wait for the writer of a pipe
         raise BadBackup("not a regular file")
     if not os.access(path, os.R_OK):
@@ -209,30 +214,45 @@ def open_backup(path: str) -> sqlite3.Connection:
     # SQLite would follow it (docs/design.md, What an attacker is kept from), and no backup has one.
     if os.path.lexists(f"{path}-journal"):
         raise BadBackup("there is a -journal beside it: move that away")
-    return sqlite3.connect(f"{Path(path).as_uri()}?mode=ro", uri=True)
-
-
-def copy_backup(path: str, to: str) -> None:
-    """Copy our tables of a backup, and check them.
-
-    Raises OSError, BadBackup, Unavailable, sqlite3.Error.
-    """
     with (
-        closing(open_backup(path)) as file,
-        closing(sqlite3.connect(to, isolation_level=None)) as copy,
+        closing(sqlite3.connect(f"{Path(path).as_uri()}?mode=ro", uri=True)) as file,
+        closing(sqlite3.connect(to)) as copy,
     ):
-        file.execute("BEGIN")  # the next read locks it, with a timeout; backup() has none
-        version = version_of(file)
-        if version == EMPTY:
-            raise BadBackup("the file is empty")
-        if reason := incompatibility(version):
-            raise BadBackup(f"the backup was {reason}")
-        try:
-            file.backup(copy)
-            strip(copy)
-        except sqlite3.OperationalError as error:
-            raise_if_full(error, to)
-            raise
+        file.execute("BEGIN")
+        require_compatible(file)  # which locks it, with a timeout; backup() has none
+        file.backup(copy)
+
+
+def require_compatible(backup: sqlite3.Connection) -> None:
+    """Raises BadBackup if this release cannot restore it."""
+    version = version_of(backup)
+    if version == EMPTY:
+        raise BadBackup("the file is empty")
+    if reason := incompatibility(version):
+        raise BadBackup(f"the backup was {reason}")
+
+
+def strip(path: str) -> None:
+    """Check the copy of a backup, and leave nothing in it but our tables.
+
+    Whatever else its schema has, SQLite would run or compute.
+    """
+    with closing(sqlite3.connect(path, isolation_level=None)) as copy:
+        require_compatible(copy)
+        # The schema may take time, but never much at once; the handler lets signals in.
+        copy.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_LENGTH)
+        copy.set_progress_handler(lambda: None, 1000)
+        if copy.execute("PRAGMA index_list(sqlite_schema)").fetchall():  # the deletion would use it
+            raise BadBackup("the backup has an index of its schema")
+        copy.execute("PRAGMA writable_schema = ON")
+        names = [*COLUMNS, "sqlite_sequence"]
+        # SQLite ignores the `type` of a row, and believes its `sql`; it checks the names.
+        copy.execute(
+            f"""DELETE FROM sqlite_schema WHERE sql NOT LIKE 'CREATE TABLE %'
+                OR lower(tbl_name) NOT IN ({", ".join("?" * len(names))})""",
+            names,
+        )
+        copy.execute("PRAGMA writable_schema = RESET")
         copy.execute("PRAGMA ignore_check_constraints = ON")  # or integrity_check runs them
         for table in COLUMNS:
             for _, name, _, _, default, _, hidden in copy.execute(f"PRAGMA table_xinfo({table})"):
@@ -242,25 +262,6 @@ def copy_backup(path: str, to: str) -> None:
             [(found,), *_] = copy.execute(f"PRAGMA integrity_check({table})")
             if found != "ok":
                 raise BadBackup(f"the backup is damaged, {found}")
-
-
-def strip(copy: sqlite3.Connection) -> None:
-    """Remove all but our tables from its schema: SQLite would run or compute what else is there."""
-    # Until that is done, the file may take time, but never much at once; the handler lets signals
-    # in.
-    copy.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_LENGTH)
-    copy.set_progress_handler(lambda: None, 1000)
-    if copy.execute("PRAGMA index_list(sqlite_schema)").fetchall():  # the deletion would use it
-        raise BadBackup("the backup has an index of its schema")
-    copy.execute("PRAGMA writable_schema = ON")
-    names = [*COLUMNS, "sqlite_sequence"]
-    # SQLite ignores the `type` of a row, and believes its `sql`; it checks the names.
-    copy.execute(
-        f"""DELETE FROM sqlite_schema WHERE sql NOT LIKE 'CREATE TABLE %'
-            OR lower(tbl_name) NOT IN ({", ".join("?" * len(names))})""",
-        names,
-    )
-    copy.execute("PRAGMA writable_schema = RESET")
 
 
 def require_valid_names(source: Engine) -> None:
@@ -283,7 +284,7 @@ def copy_rows(
 
     The Projects of each account are counted anew. Raises Unavailable unless the target is empty.
     """
-    # If both are SQLite, an error of the source names the target. That is rare, since `copy_backup`
+    # If both are SQLite, an error of the source names the target. That is rare, since `strip`
     # has checked the source.
     with source.snapshot() as reader, target.writer(in_transaction=True) as writer:
         writer.extend_timeouts()

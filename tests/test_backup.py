@@ -17,7 +17,7 @@ import pytest
 
 from app import create_app
 from auth import digest
-from engines.backup import COLUMNS, BadBackup, backup, copy_backup, restore
+from engines.backup import COLUMNS, BadBackup, backup, restore, strip
 from engines.migrations import APPLICATION_ID, SCHEMA_VERSION
 from engines.new_files import new_file
 from helpers.later_release import copy_later_release
@@ -558,7 +558,7 @@ UPDATE sqlite_schema SET sql = replace(sql, 'UNIQUE', 'UNIQUE CHECK (abs(-922337
 def test_what_was_added_to_a_backup_is_neither_restored_nor_run(filled, target, tmp_path):
     file = shutil.copy(filled, tmp_path)
     spoil(file, ADDED)
-    copy_backup(file, str(tmp_path / "copy.db"))
+    strip(shutil.copy(file, tmp_path / "copy.db"))
     with closing(sqlite3.connect(tmp_path / "copy.db")) as copy:
         named = copy.execute("SELECT name FROM sqlite_schema WHERE sql IS NOT NULL").fetchall()
     assert {name for (name,) in named} == {*COLUMNS, "sqlite_sequence"}
