@@ -29,7 +29,7 @@ from reading import (
     read_precondition,
 )
 from schemas import MAX_PAGE
-from store import MAX_PROJECTS, Page, Store
+from store import MAX_PROJECTS, Store
 
 TITLE = "Gardening Project Service"
 PROJECTS = "/api/v1/gardening/projects"
@@ -148,7 +148,10 @@ def list_projects(account: str) -> Response:
     projects = current_store().list_projects(account, page)
     headers = {}
     if page and projects.next_after:
-        headers["Link"] = link_to_next(page, projects.next_after)
+        # RFC 8288, relative like Location.
+        number = min(page.number + 1, MAX_PAGE)
+        query = f"page={number}&size={page.size}&after={projects.next_after}"
+        headers["Link"] = f'<?{query}>; rel="next"'
     return respond(projects.etag, projects.document, headers)
 
 
@@ -192,12 +195,6 @@ def respond(etag: str, document: bytes, headers: Mapping[str, str] = {}) -> Resp
     if "If-None-Match" in request.headers and request.if_none_match.contains_weak(etag):
         return Response(status=304, headers=validators)
     return Response(document, headers={**validators, **headers}, content_type="application/json")
-
-
-def link_to_next(page: Page, after: int) -> str:
-    """The value of the header Link (RFC 8288), relative like Location."""
-    number = min(page.number + 1, MAX_PAGE)
-    return f'<?page={number}&size={page.size}&after={after}>; rel="next"'
 
 
 if __name__ == "__main__":

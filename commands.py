@@ -220,14 +220,20 @@ def end_like_ctrl_c() -> None:
 
 
 def interrupt(*_: object) -> None:
-    """As Ctrl-C does, but once: a second signal must not stop the cleanup."""
-    ignore_end_signals()
+    for number in END_SIGNALS:
+        signal.signal(number, pass_over)
     raise KeyboardInterrupt
 
 
+def pass_over(*_: object) -> None:
+    """A second signal must not stop the cleanup."""
+
+
 def ignore_end_signals() -> None:
+    """Raises KeyboardInterrupt if there was a signal, and SQLite has swallowed its exception."""
     for number in END_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+        if signal.signal(number, signal.SIG_IGN) == pass_over:
+            raise KeyboardInterrupt
 
 
 def show_progress(rows: Generator[Any], count: int, table: str) -> Generator[Any]:

@@ -1,5 +1,6 @@
 """Backup and restore: a whole database as one SQLite file, from and to either engine."""
 
+import itertools
 import os
 import secrets
 import shutil
@@ -55,9 +56,6 @@ COUNTS = (
 NAMES = """SELECT name COLLATE BINARY FROM account
     UNION SELECT account FROM token UNION SELECT account FROM project"""
 NOTES = "SELECT note FROM token WHERE note IS NOT NULL"
-# Limits for a backup; ours stay far below.
-MAX_LENGTH = 100_000  # bytes of a row, a text, or a statement of the schema
-MAX_DEFAULT = 20  # characters
 # Gets the rows of a table, their number and its name. Returns the rows, and may show how many of
 # them have been copied.
 Progress = Callable[[Generator[Any], int, str], Generator[Any]]
@@ -220,7 +218,7 @@ def copy_file(path: str, to: str) -> None:
     ):
         file.execute("BEGIN")
         require_compatible(file)  # which locks it, with a timeout; backup() has none
-        file.backup(copy)
+        file.backup(copy, pages=1000, progress=lambda *_: None)  # lets signals in
 
 
 def require_compatible(backup: sqlite3.Connection) -> None:
@@ -233,15 +231,14 @@ def require_compatible(backup: sqlite3.Connection) -> None:
 
 
 def strip(path: str) -> None:
-    """Check the copy of a backup, and leave nothing in it but our tables.
-
-    Whatever else its schema has, SQLite would run or compute.
-    """
+    """Check the copy of a backup, and leave only our tables: SQLite would compute the rest."""
     with closing(sqlite3.connect(path, isolation_level=None)) as copy:
         require_compatible(copy)
-        # The schema may take time, but never much at once; the handler lets signals in.
-        copy.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_LENGTH)
-        copy.set_progress_handler(lambda: None, 1000)
+        # SQLite computes even as it reads a schema. Ours stays far below these limits.
+        copy.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 10_000)  # bytes of a statement or a value
+        copy.setlimit(sqlite3.SQLITE_LIMIT_COLUMN, 100)
+        steps = itertools.count()
+        copy.set_progress_handler(lambda: next(steps) > 10_000, 1)
         if copy.execute("PRAGMA index_list(sqlite_schema)").fetchall():  # the deletion would use it
             raise BadBackup("the backup has an index of its schema")
         copy.execute("PRAGMA writable_schema = ON")
@@ -252,12 +249,13 @@ def strip(path: str) -> None:
                 OR lower(tbl_name) NOT IN ({", ".join("?" * len(names))})""",
             names,
         )
-        copy.execute("PRAGMA writable_schema = RESET")
+    with closing(sqlite3.connect(path)) as copy:
+        copy.set_progress_handler(lambda: None, 1000)  # lets signals in
         copy.execute("PRAGMA ignore_check_constraints = ON")  # or integrity_check runs them
         for table in COLUMNS:
             for _, name, _, _, default, _, hidden in copy.execute(f"PRAGMA table_xinfo({table})"):
                 # SQLite puts the default into each row that lacks the column.
-                if hidden or len(default or "") > MAX_DEFAULT:
+                if hidden or len(default or "") > 20:
                     raise BadBackup(f"SQLite would compute the column {table}.{name}")
             [(found,), *_] = copy.execute(f"PRAGMA integrity_check({table})")
             if found != "ok":
@@ -268,7 +266,7 @@ def require_valid_names(source: Engine) -> None:
     """Raises BadBackup for the name of an account, or a note, that `token create` cannot give."""
     with source.snapshot() as reader:
         for select, is_valid in ((NAMES, is_account_name), (NOTES, is_note)):
-            for (value,) in reader.fetch(select, {}):
+            for (value,) in reader.stream(select):
                 text = str(value)  # the tables will refuse any other type
                 if not is_valid(text):
                     raise BadBackup(f"`token create` would refuse or change {text[:300]!r}")

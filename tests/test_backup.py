@@ -254,6 +254,11 @@ FAULTS = {
         "ALTER TABLE token ADD COLUMN large BLOB AS (zeroblob(1000000000))",
         "SQLite would compute the column token.large",
     ),
+    "long statistics": (  # which SQLite reads with the schema
+        """ANALYZE; WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 9999)
+            INSERT INTO sqlite_stat1 SELECT i, i, i FROM n""",
+        "interrupted",
+    ),
     "long schema": (f"CREATE TABLE theirs (x DEFAULT '{'x' * 200_000}')", "string or blob too big"),
     "long default": (  # which SQLite puts into each row that lacks the column
         f"ALTER TABLE token ADD COLUMN large TEXT DEFAULT '{'x' * 50}'",

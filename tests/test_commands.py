@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from contextlib import closing
@@ -14,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from app import create_app
-from commands import TokenID
+from commands import END_SIGNALS, TokenID, ignore_end_signals, interrupt
 from engines.backup import COLUMNS
 from helpers.openapi import API
 from helpers.running import BIN, LIMIT, ROOT, flask_run, run
@@ -345,6 +346,18 @@ def test_token_that_cannot_be_printed_can_be_revoked(environment, store):
     reason = "Error: [Errno 28] No space left on device\n"
     assert ended.stderr.startswith(f"The token's ID is 1.\nann is a new account.\n{reason}")
     assert store.revoke_token(1)
+
+
+def test_signal_whose_exception_was_swallowed_ends_a_restore_before_the_change():
+    """SQLite overlooks errors as it reads statistics."""
+    before = {number: signal.getsignal(number) for number in END_SIGNALS}
+    try:
+        for ended in (interrupt, ignore_end_signals):
+            with pytest.raises(KeyboardInterrupt):
+                ended()
+    finally:
+        for number, action in before.items():
+            signal.signal(number, action)
 
 
 def test_output_that_nobody_reads_is_no_bug(environment):
